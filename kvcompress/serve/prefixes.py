@@ -84,6 +84,7 @@ class Prefixes:
         self.most, self.block = most, block
         self.held = torch.zeros(pages, dtype=torch.int32, device=device)
         self._kept: OrderedDict[Prefix, None] = OrderedDict()
+        self.changes = 0  # how often one came or went
         self._behind: dict[bytes, list[Prefix]] = {}  # by their last borders
         # borders of earlier prompts, and what followed: another, b"" the end, None several
         self._begun: OrderedDict[bytes, bytes | None] = OrderedDict()
@@ -113,12 +114,16 @@ class Prefixes:
                 return max(found, key=lambda prefix: prefix.tokens)
         return None
 
+    def ask(self, prefix: Prefix | None) -> None:
+        """It is not the next to go, then."""
+        if prefix is not None:
+            prefix.asked = True
+            self._kept.move_to_end(prefix)
+
     def use(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
-        """The same, which is not the next to go then. The prompt is remembered."""
+        """The same, for a request that comes in. The prompt is remembered."""
         found = self.longest(borders, tokens)
-        if found is not None:
-            found.asked = True
-            self._kept.move_to_end(found)
+        self.ask(found)
         for key, then in _followed(borders):
             self._begun[key] = then if self._begun.get(key, then) == then else None
             self._begun.move_to_end(key)
@@ -215,6 +220,7 @@ class Prefixes:
         self._note(prefix, -1)
 
     def _note(self, prefix: Prefix, times: int) -> None:
+        self.changes += 1
         for pages in prefix.named():
             self.held.index_add_(0, pages.long(), torch.full_like(pages, times))
 

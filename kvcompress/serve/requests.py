@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..hf.facts import Facts
 from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
 from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
+from .order import Order
 from .prefixes import MOST, Prefix, Prefixes, check_prefixes
 from .served import check_served
 from .served_pass import Part, ServedPass
@@ -40,12 +41,14 @@ class _Reader:
 @dataclass
 class _Offered:
     """The tokens of a request. root: what else its caches depend on. borders: their hashes. stops: tokens after which
-    its cache is kept."""
+    its cache is kept. found: the prefix that serves it, of those that there were at `changes`."""
 
     tokens: Sequence[int]
     root: bytes
     borders: list[bytes]
-    stops: set[int]
+    stops: set[int] = field(default_factory=set)
+    found: Prefix | None = None
+    changes: int = -1
 
 
 class Requests:
@@ -95,7 +98,7 @@ class Requests:
         self.kept = 0  # pages that prefixes alone held when they were counted last
         self.hits = 0  # tokens of prompts that were not read, since they were there
         self._offered: dict[str, _Offered] = {}
-        self.lengths = Lengths()
+        self.lengths, self.order = Lengths(), Order()
         self.answer_of: Callable[[str], Answer] = lambda request: Answer(0, 1)  # its scheduler says
         self._shared: dict[str, int] = {}  # tokens that a request has of a prefix
         self._follows_length = any(own.key_rotary.asks_host for own in facts.values())
@@ -148,6 +151,7 @@ class Requests:
         if request not in self._ended:
             self._offered.pop(request, None)
         self._shared.pop(request, None)
+        self.order.leave(request)
         self.prefixes.leave(request)
         if self.reading.pop(request, None) is not None:
             self._changed = True
@@ -158,22 +162,29 @@ class Requests:
         """All requests are over, and no prefix is kept."""
         self.reading, self.decoding, self._running, self._gone = {}, [], None, set()
         self._changed, self._pass, self._offered, self._shared, self._ended = True, None, {}, {}, {}
+        self.order = Order()
         while self.prefixes.drop_oldest():
             pass
 
     # ---- prompts that begin alike ----
 
-    def offer(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
-        """Tells what a waiting request is to read; from now on seen(request) counts what a prefix has of it already.
-        True: it should wait, another is about to read what both begin with. tokens: all that are read before it
-        decodes; given: those of them that are the user's. salt: what else its caches depend on."""
+    def note(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
+        """As offer, but nobody reads otherwise for it. Whether a prefix may serve it."""
         if self.prefixes.most < 1 or request in self.reading:
             return False
         if request not in self._offered:
             root = f"{given if self._follows_length else 0} {salt}".encode()
             read = tokens[:given] if self.whole else tokens  # as its scheduler has it
             borders = self.prefixes.borders(read[: max(len(read) - (self.last or 0) + 1, 0)], root)
-            self._offered[request] = _Offered(read, root, borders, set())
+            self._offered[request] = _Offered(read, root, borders)
+        return True
+
+    def offer(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
+        """Tells what a waiting request is to read; from now on seen(request) counts what a prefix has of it already.
+        True: it should wait, another is about to read what both begin with. tokens: all that are read before it
+        decodes; given: those of them that are the user's. salt: what else its caches depend on."""
+        if not self.note(request, tokens, given, salt):
+            return False
         offered, seen, block = self._offered[request], self.seen(request), self.prefixes.block
         mine, prompt = offered.borders, len(offered.tokens)
         stops = {borders * block for borders in self.prefixes.stops(mine, seen)}
@@ -186,9 +197,18 @@ class Requests:
                 return True
         return False
 
+    def ordered(self, waiting: Sequence[str]) -> list[str]:
+        """In which requests that wait, given as they came, are let in. What they find goes in the opposite order, after
+        what nobody waits for."""
+        order = self.order.of({name: self.seen(name) for name in waiting})
+        for name in reversed(order):
+            self.prefixes.ask(self.prefix_of(name))
+        return order
+
     def start(self, request: str, prompt: int) -> int:
         """The request is let in; its prompt has so many tokens. Returns those that are there already."""
         reader, offered = _Reader(self._new_cache(), prompt), self._offered.get(request)
+        self.order.let_in(request)
         if offered is not None and (prefix := self.prefixes.use(offered.borders, offered.tokens)) is not None:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
@@ -217,24 +237,25 @@ class Requests:
         tokens = min(budget, before)
         return tokens if tokens >= min(LEAST, self.most, before) else 0
 
-    def make_free(self, pages: int, request: str | None = None) -> bool:
+    def make_free(self, pages: int, request: str | None = None, beside: Sequence[str] = ()) -> bool:
         """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
         one first that was asked for longest ago, but only if that is enough. Those that requests have forked stay, and
-        that of `request`, unless one request is alone: nobody else would give its pages back."""
-        if self._make_free(pages, request):
+        those of `request` and of who is to come in `beside` it, unless one request is alone: nobody else would give its
+        pages back."""
+        if self._make_free(pages, [*beside, *([] if request is None else [request])]):
             return True
         if len(self.decoding) + len(self.reading) != 1 or (request is not None and request not in self.reading):
             return False
         enough = pages <= self.free + self.kept  # the next token takes no copy of what nobody shares any more
         return enough and self.drop_prefixes() and pages + self.needed <= self.free
 
-    def _make_free(self, pages: int, request: str | None) -> bool:
+    def _make_free(self, pages: int, requests: Sequence[str]) -> bool:
         if (missing := pages + self.needed - self.free) <= 0:
             return True
         if missing > self.kept:
             return False
-        own = self.prefix_of(request) if request is not None else None
-        stay = [*self.prefixes.used(), *([] if own is None else [own])]
+        theirs = {self.prefix_of(request) for request in requests}
+        stay = [prefix for prefix in {*self.prefixes.used(), *theirs} if prefix is not None]
         if missing > self.kept - self.prefixes.alone(stay):
             return False
         while (missing := pages + self.needed - self.free) > 0:
@@ -244,13 +265,13 @@ class Requests:
             self.settle()
         return True
 
-    def fit(self, part: Part, least: int, taken: int) -> bool:
-        """Cuts a part to as many of its tokens as surely find their pages beside `taken` ones; prefixes give way. False
-        where not even `least` do."""
+    def fit(self, part: Part, least: int, taken: int, beside: Sequence[str] = ()) -> bool:
+        """Cuts a part to as many of its tokens as surely find their pages beside `taken` ones; prefixes give way, but
+        those of who is to come in `beside` it. False where not even `least` do."""
         whole = part.tokens
         for tokens in (whole, least):
             part.tokens = tokens
-            if self.make_free(taken + self.part_pages(part), part.request):
+            if self.make_free(taken + self.part_pages(part), part.request, beside):
                 part.tokens = min(tokens, self.coming(part.request, part.prompt))  # a prefix that was cut may serve it
                 return True
             part.tokens = whole
@@ -271,8 +292,12 @@ class Requests:
 
     def prefix_of(self, request: str) -> Prefix | None:
         """Of a request that has not been let in."""
-        offered = self._offered.get(request)
-        return None if offered is None else self.prefixes.longest(offered.borders, offered.tokens)
+        if (offered := self._offered.get(request)) is None:
+            return None
+        if offered.changes != self.prefixes.changes:
+            offered.found = self.prefixes.longest(offered.borders, offered.tokens)
+            offered.changes = self.prefixes.changes
+        return offered.found
 
     # ---- what scheduling asks ----
 

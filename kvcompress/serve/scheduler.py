@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from .admission import Answer
 from .bounds import LEAST, most_whole
+from .order import LOOKED_AT
 from .requests import Requests
 from .served_pass import Part
 
@@ -56,6 +58,7 @@ class PageScheduler(Scheduler):
             budget -= part.tokens
             self.parts.append(part)
             batch.append(self._scheduled(state, part.tokens))
+        self._order()
         blocked = starved or (self.block_new_requests and bool(self.active_requests))
         while not blocked and budget > 0 and self.waiting_requests_order:
             if len(self.active_requests) >= self.max_requests_per_batch:
@@ -142,6 +145,20 @@ class PageScheduler(Scheduler):
         if part is None and not self.active_requests:  # nobody will give pages back
             self._refuse(state, f"needs more than all {served.pages} pages for its prompt of {prompt} tokens")
         return part
+
+    def _order(self) -> None:
+        """Of those that wait, who had written something and gave its pages up stays in front."""
+        front = list(itertools.islice(self.waiting_requests_order, LOOKED_AT))
+        fresh = []
+        for name in front:
+            state = self.waiting_requests[name]
+            if len(state.initial_tokens) == _given(state):
+                self.served.note(name, state.initial_tokens, _given(state))
+                fresh.append(name)
+        following = iter(self.served.ordered(fresh))
+        for i, name in enumerate(front):
+            if name in fresh:
+                self.waiting_requests_order[i] = next(following)
 
     # ---- pages run out ----
 

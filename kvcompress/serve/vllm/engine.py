@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ class Engine:
             part = self._part(name, budget - total)
             whole = part.tokens
             least = min(whole, LEAST if running or total else 1)
-            if not self._may_come(part, let_in) or not served.fit(part, least, taken):
+            if not self._may_come(part, let_in) or not served.fit(part, least, taken, let_in):
                 break
             let_in.append(name)
             taken, total = taken + served.part_pages(part), total + part.tokens
@@ -169,17 +169,26 @@ class Engine:
         new = [other for other in let_in if other not in served.reading]
         if name in served.reading or not (served.decoding or served.reading or new):
             return True
-        return served.make_free(served.coming_pages({x: self._lengths[x][0] for x in (*new, name)}), name)
+        return served.make_free(served.coming_pages({x: self._lengths[x][0] for x in (*new, name)}), name, new)
 
     # ---- prompts that begin alike: see Requests.offer ----
 
     def awaits(self, name: str) -> bool:
         """Whether a waiting request should wait for what another is about to read."""
+        return name not in self.requests.decoding and self._tell(self.requests.offer, name)
+
+    def order(self, waiting: Sequence[str]) -> list[str]:
+        """In which requests that wait, given as they came, are let in."""
+        for name in waiting:
+            self._tell(self.requests.note, name)
+        return self.requests.ordered(waiting)
+
+    def _tell(self, told: Callable[..., bool], name: str) -> bool:
         request = self.known[name]
-        if name in self.requests.decoding or request.skip_reading_prefix_cache or request.prompt_embeds is not None:
+        if request.skip_reading_prefix_cache or request.prompt_embeds is not None:
             return False
         salt = (request.cache_salt, None if request.lora_request is None else request.lora_request.lora_name)
-        return self.requests.offer(name, request.all_token_ids, request.num_prompt_tokens, str(salt))
+        return told(name, request.all_token_ids, request.num_prompt_tokens, str(salt))
 
     def there(self, name: str) -> int:
         """Tokens of a waiting request that need not be read."""

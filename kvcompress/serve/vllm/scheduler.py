@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -16,6 +18,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request, RequestStatus
 
 from ..bounds import most_whole
+from ..order import LOOKED_AT
 from .attention import CompressedSpec
 from .engine import ENGINES, Engine
 
@@ -116,6 +119,8 @@ class CompressedScheduler(Scheduler):
         decoding = set(engine.decoding)
         self.running.sort(key=lambda request: request.request_id not in decoding)
         engine.waiting = bool(self.waiting)
+        if self.policy == SchedulingPolicy.FCFS:
+            self._order()
         self._scheduling = True
         try:
             self.max_num_scheduled_tokens = self._most_tokens(budget)
@@ -162,6 +167,15 @@ class CompressedScheduler(Scheduler):
     def shutdown(self) -> None:
         super().shutdown()
         ENGINES.pop(self._key, None)
+
+    def _order(self) -> None:
+        """Of those that wait, who gave its pages up stays in front."""
+        front = list(itertools.islice(self.waiting, LOOKED_AT))
+        names = [request.request_id for request in front if request.status != RequestStatus.PREEMPTED]
+        following = iter(self.engine.order(names))
+        for i, request in enumerate(front):
+            if request.status != RequestStatus.PREEMPTED:
+                self.waiting[i] = self.requests[next(following)]
 
     def _most_tokens(self, budget: int) -> int:
         """Tokens of this step: no more of prompts than surely find their pages."""

@@ -35,7 +35,8 @@ def check_prefixes(prefixes: int | None, whole: bool = False) -> None:
 class Prefix:
     """A request's cache after its first `tokens` tokens. borders: those that it has passed; tail: the tokens behind the
     last one. Nobody writes to it: whoever goes on from there forks it. asked: whether anybody is known to. users:
-    requests that have, and hold most of its pages in any case."""
+    requests that have, and hold most of its pages in any case. interval: requests that come between two that ask for
+    it, as far as is known. asked_at: how many had come when it was asked for last."""
 
     cache: CompressedCache
     borders: Sequence[bytes]
@@ -43,6 +44,8 @@ class Prefix:
     tail: tuple[int, ...] = ()
     asked: bool = True
     users: set[str] = field(default_factory=set)
+    interval: int = 0
+    asked_at: int = 0
 
     @property
     def border(self) -> bytes:
@@ -74,6 +77,9 @@ class Prefix:
 
 class Prefixes:
     """At most `most` of them; the one that was asked for longest ago goes first, before it those that nobody asked for.
+    Where they have no room, the one gives way that will be asked for last, by when it was and how often; of those that
+    are asked for about as often, the longest: of conversations that take turns each keeps a part, where dropping the
+    oldest would drop what is asked for next. wanted: those that waiting requests find, in their order: these go last.
 
     A border is behind every `block` tokens, and known by a hash of all that comes before it. A KV head has rows of its
     own, and may merge tokens: what was read up to a border is had by a fork that was made there, not page by page.
@@ -84,10 +90,12 @@ class Prefixes:
         self.most, self.block = most, block
         self.held = torch.zeros(pages, dtype=torch.int32, device=device)
         self._kept: OrderedDict[Prefix, None] = OrderedDict()
-        self.changes = 0  # how often one came or went
+        self._found: dict[str, Prefix | None] = {}  # by requests, since one came or went
+        self.wanted: list[Prefix] = []
+        self._came = 0  # requests
         self._behind: dict[bytes, list[Prefix]] = {}  # by their last borders
-        # borders of earlier prompts, and what followed: another, b"" the end, None several
-        self._begun: OrderedDict[bytes, bytes | None] = OrderedDict()
+        # borders of earlier prompts: what followed, another, b"" the end, None several; and how many had come by then
+        self._begun: OrderedDict[bytes, tuple[bytes | None, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -102,8 +110,13 @@ class Prefixes:
             found.append(last)
         return found
 
-    def longest(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
-        """Of those that a prompt begins with."""
+    def longest(self, request: str, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
+        """Of those that a request's prompt begins with."""
+        if request not in self._found:
+            self._found[request] = self._longest(borders, tokens)
+        return self._found[request]
+
+    def _longest(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
         for i, key in reversed(list(enumerate(borders, 1))):
             start, behind = i * self.block, self._behind.get(key, ())
             found = [
@@ -114,18 +127,22 @@ class Prefixes:
                 return max(found, key=lambda prefix: prefix.tokens)
         return None
 
-    def ask(self, prefix: Prefix | None) -> None:
-        """It is not the next to go, then."""
-        if prefix is not None:
-            prefix.asked = True
-            self._kept.move_to_end(prefix)
+    def interval(self, borders: Sequence[bytes]) -> int:
+        """Requests since the one that began like this for the longest; 0 where none did."""
+        then = next((self._begun[key][1] for key in reversed(borders) if key in self._begun), self._came)
+        return self._came - then
 
-    def use(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
+    def use(self, request: str, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
         """The same, for a request that comes in. The prompt is remembered."""
-        found = self.longest(borders, tokens)
-        self.ask(found)
+        found = self.longest(request, borders, tokens)
+        self._came += 1
+        if found is not None:
+            found.asked = True
+            found.interval, found.asked_at = self._came - found.asked_at, self._came
+            self._kept.move_to_end(found)
         for key, then in _followed(borders):
-            self._begun[key] = then if self._begun.get(key, then) == then else None
+            earlier = self._begun.get(key, (then, 0))[0]
+            self._begun[key] = then if earlier == then else None, self._came
             self._begun.move_to_end(key)
         while len(self._begun) > _REMEMBERED:
             self._begun.popitem(last=False)
@@ -133,31 +150,30 @@ class Prefixes:
 
     def stops(self, borders: Sequence[bytes], seen: int) -> set[int]:
         """Behind how many of its borders a prompt's cache is to be kept: the last one where earlier ones part from it
-        or from each other, the last one where one ended, and its own last one where it is the first to go on where
-        one ended, as conversations do whose answers are not known. 0 = nowhere. A prompt that begins as none did is not
+        or from each other; and the last one where one ended, or its own last one where it is the first to go on from
+        there, as conversations do whose answers are not known. 0 = nowhere. A prompt that begins as none did is not
         cut: a part of its own costs a step. seen: tokens that need not be read."""
         parted = ended = 0
         for i, (key, then) in enumerate(_followed(borders), 1):
             if key not in self._begun:
                 break
-            if self._begun[key] == b"":
+            if self._begun[key][0] == b"":
                 ended = i
-            elif self._begun[key] != then:
+            elif self._begun[key][0] != then:
                 parted = i
         goes_on = ended and parted <= ended and seen <= ended * self.block
-        return {parted, ended, len(borders) if goes_on else 0}
+        return {parted, len(borders) if goes_on else ended}
 
     def add(self, prefix: Prefix) -> None:
         """Keeps it, if there is none of the same tokens."""
-        if any(other.tail == prefix.tail for other in self._behind.get(prefix.border, ())):
+        prefix.asked_at = self._came
+        if self._is_kept(prefix):
             return
         while len(self._kept) >= self.most:
             self.drop_oldest([prefix for prefix in self._kept if prefix.asked]) or self.drop_oldest()
         for pool in prefix.pools:
             _ = pool.counts  # lengths are known from now on
-        self._kept[prefix] = None
-        self._behind.setdefault(prefix.border, []).append(prefix)
-        self._note(prefix, 1)
+        self._keep(prefix)
 
     def used(self) -> list[Prefix]:
         """Those that requests have forked."""
@@ -175,20 +191,31 @@ class Prefixes:
             self._drop(oldest)
         return oldest is not None
 
-    def shrink_oldest(self, pages: int, but: Sequence[Prefix | None] = ()) -> bool:
-        """Of the same only its end, where that frees so many pages. Waits for the device."""
-        oldest = next((prefix for prefix in self._kept if prefix not in but), None)
-        if oldest is None:
-            return False
-        self._drop(oldest)
-        blocks = self._left(oldest, pages) if oldest.shrinks else 0
-        if blocks:
-            oldest.cache.take_back(oldest.tokens - blocks * self.block)
-            oldest.borders, oldest.tokens, oldest.tail = oldest.borders[:blocks], blocks * self.block, ()
-            self.add(oldest)
-            if oldest in self._kept:
-                self._kept.move_to_end(oldest, last=False)
-        return True
+    def give_way(self, pages: int, but: Sequence[Prefix | None] = ()) -> bool:
+        """Drops the end of one that holds pages alone, so many of them if it can, or all of it where its end cannot go;
+        False where there is none. Waits for the device."""
+        free = [prefix for prefix in self._kept if prefix not in but]
+        unwanted = [prefix for prefix in free if prefix not in self.wanted]
+        wanted = [prefix for prefix in self.wanted if prefix in free]
+        for prefix in [*sorted(unwanted, key=self._lasting, reverse=True), *reversed(wanted)]:
+            alone = self._alone(prefix)
+            most = int(alone[0])
+            if most == 0:
+                continue
+            self._drop(prefix)
+            blocks = int((alone >= min(pages, most)).sum()) - 1 if prefix.shrinks else 0
+            if blocks:
+                prefix.cache.take_back(prefix.tokens - blocks * self.block)
+                prefix.borders, prefix.tokens, prefix.tail = prefix.borders[:blocks], blocks * self.block, ()
+                if not self._is_kept(prefix):
+                    self._keep(prefix)
+                    self._kept.move_to_end(prefix, last=False)
+            return True
+        return self.drop_oldest(but)
+
+    def _lasting(self, prefix: Prefix) -> tuple[int, int]:
+        """Until it is asked for again, as a power of two; and its length."""
+        return max(self._came - prefix.asked_at, prefix.interval).bit_length(), prefix.tokens
 
     def alone(self, prefixes: Sequence[Prefix]) -> int:
         """Pages of prefixes that no request holds. Waits for the device."""
@@ -202,17 +229,26 @@ class Prefixes:
         """Bytes of what prefixes hold beside pages."""
         return sum(prefix.beside_nbytes() for prefix in list(self._kept))
 
-    def _left(self, prefix: Prefix, pages: int) -> int:
-        """Of how many blocks of a prefix the end frees so many pages."""
-        free = torch.zeros(len(prefix.borders) + 1, dtype=torch.int64)
+    def _alone(self, prefix: Prefix) -> Tensor:
+        """int64 [blocks + 1]: pages that nobody else holds, of each of its blocks and those behind it."""
+        alone = torch.zeros(len(prefix.borders) + 1, dtype=torch.int64)
         for pool in prefix.pools:
             store, table = pool.store, pool.block_table
             named = store.named(pool._rows)
-            alone = (named & (store.refs[torch.where(named, table, 0)] == 1)).sum(0)[: len(free)]
-            free[: len(alone)] += alone.cpu()
-        return int((free.flip(0).cumsum(0).flip(0) >= pages).sum()) - 1 if int(free.sum()) >= pages else 0
+            here = (named & (store.refs[torch.where(named, table, 0)] == 1)).sum(0)[: len(alone)]
+            alone[: len(here)] += here.cpu()
+        return alone.flip(0).cumsum(0).flip(0)
+
+    def _is_kept(self, prefix: Prefix) -> bool:
+        return any(other.tail == prefix.tail for other in self._behind.get(prefix.border, ()))
+
+    def _keep(self, prefix: Prefix) -> None:
+        self._kept[prefix] = None
+        self._behind.setdefault(prefix.border, []).append(prefix)
+        self._note(prefix, 1)
 
     def _drop(self, prefix: Prefix) -> None:
+        self.wanted = [other for other in self.wanted if other is not prefix]
         del self._kept[prefix]
         self._behind[prefix.border].remove(prefix)
         if not self._behind[prefix.border]:
@@ -220,7 +256,7 @@ class Prefixes:
         self._note(prefix, -1)
 
     def _note(self, prefix: Prefix, times: int) -> None:
-        self.changes += 1
+        self._found = {}
         for pages in prefix.named():
             self.held.index_add_(0, pages.long(), torch.full_like(pages, times))
 

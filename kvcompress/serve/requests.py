@@ -41,14 +41,13 @@ class _Reader:
 @dataclass
 class _Offered:
     """The tokens of a request. root: what else its caches depend on. borders: their hashes. stops: tokens after which
-    its cache is kept. found: the prefix that serves it, of those that there were at `changes`."""
+    its cache is kept. interval: as of a Prefix."""
 
     tokens: Sequence[int]
     root: bytes
     borders: list[bytes]
     stops: set[int] = field(default_factory=set)
-    found: Prefix | None = None
-    changes: int = -1
+    interval: int = 0
 
 
 class Requests:
@@ -198,18 +197,20 @@ class Requests:
         return False
 
     def ordered(self, waiting: Sequence[str]) -> list[str]:
-        """In which requests that wait, given as they came, are let in. What they find goes in the opposite order, after
-        what nobody waits for."""
+        """In which requests that wait, given as they came, are let in; what they find gives way in the opposite order,
+        after what nobody waits for."""
         order = self.order.of({name: self.seen(name) for name in waiting})
-        for name in reversed(order):
-            self.prefixes.ask(self.prefix_of(name))
+        self.prefixes.wanted = [prefix for name in order if (prefix := self.prefix_of(name)) is not None]
         return order
 
     def start(self, request: str, prompt: int) -> int:
         """The request is let in; its prompt has so many tokens. Returns those that are there already."""
         reader, offered = _Reader(self._new_cache(), prompt), self._offered.get(request)
         self.order.let_in(request)
-        if offered is not None and (prefix := self.prefixes.use(offered.borders, offered.tokens)) is not None:
+        if offered is not None:
+            offered.interval = self.prefixes.interval(offered.borders)
+        prefix = None if offered is None else self.prefixes.use(request, offered.borders, offered.tokens)
+        if prefix is not None:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
             self.hits += prefix.tokens
@@ -238,8 +239,8 @@ class Requests:
         return tokens if tokens >= min(LEAST, self.most, before) else 0
 
     def make_free(self, pages: int, request: str | None = None, beside: Sequence[str] = ()) -> bool:
-        """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
-        one first that was asked for longest ago, but only if that is enough. Those that requests have forked stay, and
+        """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes give way, but
+        only if that is enough. Those that requests have forked stay, and
         those of `request` and of who is to come in `beside` it, unless one request is alone: nobody else would give its
         pages back."""
         if self._make_free(pages, [*beside, *([] if request is None else [request])]):
@@ -254,12 +255,14 @@ class Requests:
             return True
         if missing > self.kept:
             return False
+        if self.whole and self.reading and requests and requests[-1] not in self.reading:
+            return False  # what is held of prompts comes back when they are pruned: nobody gives way for another one
         theirs = {self.prefix_of(request) for request in requests}
         stay = [prefix for prefix in {*self.prefixes.used(), *theirs} if prefix is not None]
         if missing > self.kept - self.prefixes.alone(stay):
             return False
         while (missing := pages + self.needed - self.free) > 0:
-            if not self.prefixes.shrink_oldest(max(missing, self.pages // 32), stay):  # few at a time would take long
+            if not self.prefixes.give_way(max(missing, self.pages // 32), stay):  # few at a time would take long
                 return False
             self._changed = True
             self.settle()
@@ -292,12 +295,8 @@ class Requests:
 
     def prefix_of(self, request: str) -> Prefix | None:
         """Of a request that has not been let in."""
-        if (offered := self._offered.get(request)) is None:
-            return None
-        if offered.changes != self.prefixes.changes:
-            offered.found = self.prefixes.longest(offered.borders, offered.tokens)
-            offered.changes = self.prefixes.changes
-        return offered.found
+        offered = self._offered.get(request)
+        return None if offered is None else self.prefixes.longest(request, offered.borders, offered.tokens)
 
     # ---- what scheduling asks ----
 
@@ -470,20 +469,20 @@ class Requests:
         reader, offered = self.reading[request], self._offered.get(request)
         if offered is not None and reader.seen in offered.stops:
             passed = offered.borders[: reader.seen // self.prefixes.block]
-            self.prefixes.add(Prefix(reader.cache.fork(), passed, reader.seen))
+            self.prefixes.add(Prefix(reader.cache.fork(), passed, reader.seen, interval=offered.interval))
             self._changed = True
 
     def _keep_ended(self, request: str) -> None:
         """Keeps the cache of a request that decodes no more, and has some token to follow a border."""
         assert self._running is not None
-        row, root, all_tokens = self.decoding.index(request), self._offered.pop(request).root, self._ended[request]
+        row, offered, all_tokens = self.decoding.index(request), self._offered.pop(request), self._ended[request]
         tokens = all_tokens[: self._running.seen_lengths()[row]]  # its last one was never read
-        if not (borders := self.prefixes.borders(tokens, root)):
+        if not (borders := self.prefixes.borders(tokens, offered.root)):
             return
         cache = self._running.fork()
         cache.select_sequences([row])
         tail = tuple(tokens[len(borders) * self.prefixes.block :])
-        self.prefixes.add(Prefix(cache, borders, len(tokens), tail, asked=False))
+        self.prefixes.add(Prefix(cache, borders, len(tokens), tail, asked=False, interval=offered.interval))
 
     def _may_stop(self, tokens: int, prompt: int) -> bool:
         """Whether a cache can be kept after so many tokens of a prompt: what a pruner has not seen yet lies in pages

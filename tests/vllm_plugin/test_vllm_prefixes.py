@@ -6,6 +6,8 @@ from helpers import deciding_model, tiny_gates_folder, tiny_model
 from test_vllm_serving import example
 from vllm import SamplingParams
 
+from kvcompress.serve.order import Order
+
 CACHES = ["dense", "dmc", "streaming,window_size=60", "quantized,dtype=int8", "quantized,dtype=k8v4"]
 GATED = f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2"
 
@@ -90,6 +92,43 @@ def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(serve, folders
         assert served.engine.requests.hits - before == known
         known = len(first) + len(second) + 16  # of an answer of 9 tokens the last was not read
         first, second = first + found[0] + prompts[2][:5], second + found[1] + prompts[3][:70]
+    emptied(served)
+
+
+def test_conversations_that_memory_does_not_hold_are_seldom_read_anew(serve, folders, prompts, monkeypatch):
+    """Those that it holds go on first."""
+    served = serve(folders["plain"], "dense", blocks=18)
+    engine, params = (
+        served.llm.llm_engine,
+        SamplingParams(temperature=0, max_tokens=6, detokenize=False, ignore_eos=True),
+    )
+
+    def read(turns=6):
+        """The share of all tokens sent that was read."""
+        hits, sent = served.engine.requests.hits, 0
+        said, found = [prompt[:60] for prompt in prompts[:5]], [[] for _ in range(5)]
+        for i, prompt in enumerate(said):
+            engine.add_request(f"{i}-0", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                i = int(output.request_id.split("-")[0])
+                if not output.finished:
+                    continue
+                found[i].append((said[i], list(output.outputs[0].token_ids)))
+                sent += len(said[i])
+                said[i] = said[i] + found[i][-1][1] + prompts[len(found[i])][:7]
+                if len(found[i]) < turns:
+                    engine.add_request(f"{i}-{len(found[i])}", {"prompt_token_ids": said[i]}, params)
+        for turns in found:
+            given = [prompt for prompt, _ in turns]
+            assert [answer for _, answer in turns] == alone(example("dense"), "dense", given, 6)
+        served.llm.reset_prefix_cache()
+        return 1 - (served.engine.requests.hits - hits) / sent
+
+    few = read()
+    assert few < 0.3
+    monkeypatch.setattr(Order, "of", lambda self, waiting: list(waiting))  # as they came
+    assert few < read() / 2
     emptied(served)
 
 

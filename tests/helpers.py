@@ -223,7 +223,7 @@ def random_gates(model: Any, seed: int = 5) -> Gates:
     """Of any model."""
     with plain_decoder(model) as (_, facts):
         layers = [facts[layer] for layer in whole_layers(facts) if facts[layer].reads is None]
-        heads = base_model(model).config.num_attention_heads
+        heads = base_model(model).config.get_text_config(decoder=True).num_attention_heads
         made = torch.Generator().manual_seed(seed)
         return Gates(tuple(torch.randn(x.kv_heads, heads * x.head_dim + 1, generator=made) for x in layers))
 

@@ -27,6 +27,7 @@ NAMES = [
     "llama", "qwen3_moe", "gemma2", "gemma3_text/sliding", "gemma4_text/shared", "gpt_oss/sliding", "phi3",
     "cohere2/sliding", "glm4", "gpt_neox", "hunyuan_v1_dense", "deepseek_v3", "llama4_text/chunked", "falcon_h1",
     "falcon/new", "falcon/every_kv_head", "falcon", "falcon/alibi", "bloom", "mpt/alibi", "gpt_neo", "xglm/one_head",
+    "bart/encoder", "whisper", "t5gemma",
 ]  # fmt: skip
 DROPS = {
     "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), keep=STAYS, page_size=4),
@@ -51,7 +52,8 @@ def hiding(model, hide):
         return mask.expand(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min)
 
     def attention(module, query, key, value, mask, **options):
-        mask = masked(mask, hide(module, query.shape[1]), query.dtype)
+        if getattr(module, "is_causal", True):  # an encoder's, and attention to it, stay as they are
+            mask = masked(mask, hide(module, query.shape[1]), query.dtype)
         return _before(module, "eager")(module, query, key, value, mask, **options)
 
     def before(module, args, given):

@@ -171,7 +171,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
 
     def check_model(self, decoder: Any) -> None:
         """Raises ValueError if the cache was made for a model of another shape."""
-        for name, size in sizes_of(decoder.config).items():
+        for name, size in sizes_of(decoder_config(decoder.config)).items():
             if size != self._sizes[name]:
                 raise ValueError(
                     f"cache was made from a config with {name} = {self._sizes[name]}, but {type(decoder).__name__} has "

@@ -47,6 +47,7 @@ class StepGraph:
             raise TypeError(f"cache must be a cache of kvcompress, got {type(cache).__name__}")
         if cache.facts is None or not cache.get_seq_length():
             raise ValueError("cache must hold a prompt: use kvcompress.prefill(model, ids, cache) first")
+        cache.facts.check_alone("StepGraph")
         device = next(model.parameters()).device
         if record is _RECORD and device.type != "cuda":
             raise ValueError(f"model must be on a CUDA device, got {device}")

@@ -11,6 +11,7 @@ from . import compiled
 from .attending import attend
 from .method import KEYWORD, Pass
 from .now import THREAD
+from .probe import unheard
 
 
 def answer(
@@ -23,6 +24,9 @@ def answer(
     layer, now.layer = now.layer, None
     entered, now.entered = now.entered, None
     entering = entered[1] if entered is not None and entered[0] is module else None
+    # to keys of an encoder, which are not ours
+    if layer is None and not getattr(module, "is_causal", True) and (now.probe is None or now.probe.crosses):
+        return None, None if now.probe is None else unheard(query, value)
     if layer is None:
         layer = getattr(module, "layer_idx", None)
     if now.probe is not None:

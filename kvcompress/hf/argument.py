@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import transformers
+from transformers import EncoderDecoderCache
 
 from ..support.versions import numbers_of
 
@@ -17,10 +18,11 @@ CACHE = "cache" if (numbers_of(transformers.__version__) or (0, 0)) >= (5, 24) e
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:
-    """The cache among the arguments of a call, None where there is none. transformers still takes the former name, and
-    renames it within the call: hooks see what the user wrote."""
+    """The cache of a decoder's own keys among the arguments of a call, None where there is none. transformers still
+    takes the former name, and renames it within the call: hooks see what the user wrote."""
     cache = given.get(CACHE)
-    return given.get(_BEFORE) if cache is None else cache
+    cache = given.get(_BEFORE) if cache is None else cache
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def takes_cache(function: Callable[P, T]) -> Callable[P, T]:

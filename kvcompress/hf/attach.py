@@ -16,6 +16,7 @@ from ..ops.driver import check_driver
 from .adapters import check_adapter
 from .argument import CACHE
 from .config import cache_layers, check_version, recurs
+from .encoders import beside_encoder, silent_encoder
 from .facts import Facts
 from .generation import make_no_caches, make_own_caches
 from .guard import guard, is_guarded, set_guard
@@ -173,26 +174,27 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
     tokens = torch.arange(TOKENS, device=device) * 7 % max(size // 2, 1) + size // 4
     parameters = inspect.signature(type(decoder).forward).parameters
     try:
-        if decoder.config.is_encoder_decoder:
-            raise ValueError("it has an encoder, and attends to that besides")
         if CACHE not in parameters:
             raise ValueError(f"its decoder takes no {CACHE}")
         layers = cache_layers(decoder.config)
         check_version(decoder.config, layers)
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
-        given: dict[str, Any] = {KEYWORD: probe} if takes else {}
+        crosses = probe.crosses = _top(model).config.is_encoder_decoder
         with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
             THREAD.now.probe = probe
             cache = NotedCache(decoder.config, keeps=False, note=probe.updated)
-            decoder(input_ids=tokens.expand(ROWS, -1), use_cache=True, **{CACHE: cache}, **given)
+            given: dict[str, Any] = {CACHE: cache} | ({KEYWORD: probe} if takes else {})
+            if crosses:
+                given = beside_encoder(given) | silent_encoder(decoder, tokens, ROWS)
+            decoder(input_ids=tokens.expand(ROWS, -1), use_cache=True, **given)
             facts = probe.facts(tolerance)
-            facts.asks_length = cache.asked
+            facts.asks_length, facts.crosses = cache.asked, crosses
             THREAD.now.probe = None
             if recurs(layers):
                 facts.reads_chunks, facts.hands_states = _recurrence(decoder, tokens, tolerance)
             biased = takes and all(own.beside for own in facts.values())  # positions count in attention alone
             told = biased or "position_ids" in parameters
-            facts.takes_positions = told and _counts_from_0(decoder, tokens, tolerance)
+            facts.takes_positions = told and _counts_from_0(decoder, tokens, tolerance, crosses)
         return facts, probe
     except Exception as error:
         raise ValueError(f"{type(model).__name__} is not supported: {error}") from error
@@ -202,10 +204,11 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
             hook.remove()
 
 
-def _counts_from_0(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool:
+def _counts_from_0(decoder: Any, tokens: torch.Tensor, tolerance: float, crosses: bool) -> bool:
     """Whether the dense model gives the same where it is told the places of its tokens, from 0 on."""
+    encoder = silent_encoder(decoder, tokens, 1) if crosses else {}
     given = {"position_ids": torch.arange(TOKENS, device=tokens.device)[None]}
-    own, told = (decoder(input_ids=tokens[None], use_cache=False, **more)[0] for more in ({}, given))
+    own, told = (decoder(input_ids=tokens[None], use_cache=False, **encoder, **more)[0] for more in ({}, given))
     return bool((own - told).norm() <= tolerance * own.norm())
 
 

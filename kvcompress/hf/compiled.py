@@ -13,6 +13,7 @@ from torch import Tensor
 from ..ops.opaque import held, opaque_op
 from .argument import cache_of
 from .attending import attend, begun, hidden_of, wants_gradient
+from .encoders import STATES
 from .method import KEYWORD, PassCache, method_of
 from .now import THREAD
 
@@ -32,6 +33,8 @@ def before(decoder: Any, seam: Any, given: dict[str, Any]) -> bool:
     if tokens is None or not all(isinstance(x, Tensor) for x in (tokens, mask, at) if x is not None):
         return False
     if cache.rereads or wants_gradient(decoder, given):
+        return False
+    if seam.facts.crosses and (given.get(STATES) is None or any(x is cache for x in given.values())):
         return False
     if cache.wants_entering and not seam.watches:  # hooks are put on outside of graphs
         return False

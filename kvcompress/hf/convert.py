@@ -47,6 +47,7 @@ def install(
     try:
         (made_for or method.config).check_model(decoder.config)
         facts = facts_of(decoder)
+        facts.check_alone(f"conversion to {method.title}")
         method.check_facts(decoder, facts)
         check(decoder, facts)
     except BaseException:

@@ -116,6 +116,7 @@ class Facts(dict[int, LayerFacts]):
     whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
     asks_length: whether layers ask the cache how many tokens came before, which is one number for a whole batch.
     hands_states: whether recurrent layers hand their states to the cache; some families keep them in the model.
+    crosses: whether layers attend to an encoder besides.
     outputs: the output projections by layer, where something has asked for them.
     """
 
@@ -123,7 +124,16 @@ class Facts(dict[int, LayerFacts]):
     hands_states = True
     takes_positions = True
     asks_length = False
+    crosses = False
     outputs: Mapping[int, OutputLayer] = MappingProxyType({})
+
+    def check_alone(self, wish: str) -> None:
+        """Raises ValueError, which begins with the wish, for a decoder that attends to an encoder besides."""
+        if self.crosses:
+            raise ValueError(
+                f"{wish} needs a decoder alone, and this model's attends to an encoder besides: give a cache to "
+                "model.generate(inputs, past_key_values=cache)"
+            )
 
     def placed(self, places: Sequence[Places]) -> Facts:
         """The same layers, rotating sequences whose tokens stand at these places. Raises ValueError for a model of

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import GenerationMixin
 
 from .argument import CACHE, cache_of
-from .method import method_of
+from .encoders import beside_encoder
+from .method import PassCache, method_of
 
 _ATTRIBUTE = "_prepare_cache_for_generation"
 
@@ -21,8 +22,10 @@ class OwnCache:
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         method = method_of(self.decoder)
-        given = cache_of(model_kwargs) is not None
-        if method is None or given or generation_config.use_cache is False:
+        given = cache_of(model_kwargs)
+        if isinstance(given, PassCache) and self.model.config.is_encoder_decoder:  # T5Gemma takes none that is alone
+            model_kwargs.update(beside_encoder(model_kwargs))
+        if method is None or given is not None or generation_config.use_cache is False:
             original: Any = getattr(type(self.model), _ATTRIBUTE)
             return original(self.model, generation_config, model_kwargs, *args, **kwargs)
         wanted = generation_config.cache_implementation

@@ -77,6 +77,7 @@ class Probe:
 
     def __init__(self, trained_length: int) -> None:
         self.arrives = False  # whether the family hands keywords down to its attention
+        self.crosses = False  # whether its layers attend to an encoder besides
         # where frequencies that depend on length are those of short texts
         step = max(1, min(5, (trained_length - 8) // TOKENS))
         self.positions = min(7, max(trained_length // 8, 1)) + step * torch.arange(TOKENS, device="cpu")
@@ -113,8 +114,7 @@ class Probe:
         """An attention function was called; returns what it gives in this pass."""
         self._seen.append((layer, module, q, k, v, mask, kwargs, self._norms))
         self._norms = []
-        # nothing, so that the rows of the batch stay alike
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
+        return unheard(q, v)
 
     @property
     def attending(self) -> list[nn.Module]:
@@ -137,7 +137,9 @@ class Probe:
                 raise ValueError(f"layer {index} attends more than once to the keys that it hands to the cache")
             if mask is not None and not isinstance(mask, MaskTicket):
                 raise ValueError(f"layer {index} makes a mask of its own")
-            if not getattr(module, "is_causal", True):
+            # beside an encoder some say so of all that attends, whose masks are causal all the same
+            told = self.crosses and mask is not None and index in self._updated
+            if not told and not getattr(module, "is_causal", True):
                 raise ValueError(
                     f"layer {index} is not causal: tokens see what follows them, which a cache has not yet"
                 )
@@ -252,6 +254,11 @@ class _Turns:
         columns = zip(self.pairs, self.columns, other.columns, strict=False)
         same = all(a == b or pair[0] in guessed for pair, a, b in columns)
         return (self.pairs, self.call) == (other.pairs, other.call) and same
+
+
+def unheard(q: Tensor, v: Tensor) -> Tensor:
+    """What attention gives while the probe runs: nothing, so that the rows of the batch stay alike."""
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
 
 def like(out: Any, cos: Tensor, sin: Tensor) -> Any:

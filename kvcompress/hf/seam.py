@@ -20,7 +20,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.opaque import Handled
@@ -29,6 +33,7 @@ from . import compiled
 from .answering import answer
 from .argument import CACHE, cache_of
 from .attending import begun, checked_call, hidden_of
+from .encoders import STATES, beside_encoder
 from .facts import Facts
 from .method import KEYWORD, Pass, PassCache, method_of
 from .now import THREAD
@@ -100,7 +105,9 @@ def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     """Puts the hooks on a decoder, and on the multimodal models around it."""
     seam = Seam(_Weak(decoder), _positional(decoder))
     for depth, around in enumerate(model.modules()):
-        if isinstance(around, PreTrainedModel) and around.config is not decoder.config and decoder in around.modules():
+        if not isinstance(around, PreTrainedModel) or around.config.is_encoder_decoder:  # which makes no masks
+            continue
+        if around.config is not decoder.config and decoder in around.modules():
             outer = _Outer(decoder, depth, _positional(around))
             seam.hooks.append(around.register_forward_pre_hook(outer.before, with_kwargs=True))
             seam.hooks.append(around.register_forward_hook(outer.after, with_kwargs=True, always_call=True))
@@ -203,7 +210,8 @@ def _register(name: str) -> None:
             return NoMask()
         if now.probe is not None:
             return MaskTicket(kwargs["mask_function"])
-        if not now.ours and now.outer is None:
+        across = kwargs.get("mask_function") is bidirectional_mask_function  # to an encoder's keys
+        if now.outer is None and (across or not now.ours):
             return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
         if now.outer is not None:
             _check_causal(now.outer, kwargs)
@@ -301,11 +309,15 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _masked_as_outer(decoder, given)
     cache, method = cache_of(given), method_of(decoder)
     current: Pass | None = given.pop(KEYWORD, None) or now.coming
+    if given.get(STATES) is None and (current is not None or isinstance(cache, PassCache)):
+        seam.facts.check_alone("a pass without encoder_hidden_states")
     if current is None and isinstance(cache, PassCache):
         call, current = begun(decoder, seam.facts, cache, given, _shifted(now.outer))
         if call.tokens is not given[call.name]:  # the cache has read some of them already
             at = call.axes if call.position_ids is None else call.position_ids
             given |= {call.name: call.tokens, "position_ids": at}
+        if given.get(STATES) is not None:
+            given = beside_encoder(given)
     elif current is None and method is not None:
         if cache is not None:
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..softmax import Softmax
 from .argument import CACHE
+from .encoders import beside_encoder, silent_encoder
 from .facts import Facts
 from .method import KEYWORD, Pass
 from .now import THREAD, NotedCache
@@ -58,15 +59,18 @@ def verify_layers(decoder: Any, facts: Facts) -> None:
     def watch(layer: int, out: Tensor) -> None:
         dense[layer] = out
 
+    def given(*, keeps: bool) -> dict[str, Any]:
+        cache = {CACHE: NotedCache(decoder.config, keeps=keeps)}
+        return beside_encoder(cache) | silent_encoder(decoder, ids, 1) if facts.crosses else cache
+
     ours = WholePass(facts, dense)
     with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
         try:
             THREAD.now.watcher = watch
-            decoder(input_ids=ids[None], use_cache=True, **{CACHE: NotedCache(decoder.config, keeps=True)})
+            decoder(input_ids=ids[None], use_cache=True, **given(keeps=True))
         finally:
             THREAD.now.watcher = THREAD.now.layer = None
-        passed = NotedCache(decoder.config, keeps=False)
-        decoder(input_ids=ids[None], use_cache=True, **{CACHE: passed, KEYWORD: ours})
+        decoder(input_ids=ids[None], use_cache=True, **given(keeps=False), **{KEYWORD: ours})
     for layer in sorted(ours.out):
         want, out = dense[layer].float(), ours.out[layer].float()
         error = float((out - want).abs().max() / want.abs().max().clamp_min(1e-20))

@@ -126,6 +126,7 @@ def prefill(
     decoder = base_model(model)
     facts = facts_of(decoder)
     check_adapter(model, reads=True)
+    facts.check_alone("kvcompress.prefill")
     input_ids, attention_mask = from_tokenizer(input_ids, attention_mask)
     _need_tensors(attention_mask=attention_mask, guide=guide)
     if logits is not None and (isinstance(logits, type) or not callable(logits)):

@@ -41,7 +41,9 @@ def convert_to_gqa(model: nn.Module, kv_heads: int) -> nn.Module:
     fits = isinstance(kv_heads, int) and not isinstance(kv_heads, bool) and kv_heads >= 1 and had % kv_heads == 0
     need(fits, f"kv_heads must divide the model's {had} KV heads, got {kv_heads!r}")
     with attach(model):
-        sources = _sources(decoder, facts_of(decoder), had)
+        facts = facts_of(decoder)
+        facts.check_alone("convert_to_gqa")
+        sources = _sources(decoder, facts, had)
     for name, head_dim in sources.items():
         owner, _, own = name.rpartition(".")
         attention: Any = decoder.get_submodule(owner)

@@ -261,6 +261,7 @@ class Batching:
     def _requests(self, pages: int | None) -> Requests:
         model, decoder = self.model, base_model(self.model)
         facts, method = facts_of(decoder), method_of(decoder)
+        facts.check_alone("kvcompress.serve.batching")
         counted = self._pages_within if pages is None else pages
         return Requests(decoder, facts, method, self._make, counted, model.dtype, model.device, prefixes=self.prefixes)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 import kvcompress
 from benchmarks.quality.parts.families_models import VOCABULARY, Configuration
@@ -81,7 +81,8 @@ class Inputs:
         self.mask[0, :PADDING] = 0
         self.padded = self.ids[:, :PADDED] * self.mask
         takes = inspect.signature(type(model).forward).parameters
-        self.positions = (self.mask.cumsum(1) - 1).clamp_min(0) if "position_ids" in takes else None
+        told = "position_ids" in takes or "decoder_position_ids" in takes
+        self.positions = (self.mask.cumsum(1) - 1).clamp_min(0) if told else None
 
     def padded_arguments(self, first: int = 0) -> dict[str, Tensor]:
         """Of a forward pass over the padded batch from this column on."""
@@ -122,7 +123,7 @@ class Dense:
         self.model, self.inputs, self.grows = model, inputs, grows
         self.own_cache = False  # the family takes none but its own
         try:
-            read(model, inputs.ids[:, :3], [3], DynamicCache(config=model.config))
+            read(model, inputs.ids[:, :3], [3], self.cache())
         except Exception:
             self.own_cache = True
         self.positions = False  # bamba counts from 0 in every call
@@ -146,7 +147,10 @@ class Dense:
         return read(self.model, self.inputs.ids[:, first:], sizes, cache, first=first, positions=self.positions)
 
     def cache(self) -> Any:
-        return None if self.own_cache else DynamicCache(config=self.model.config)
+        if self.own_cache:
+            return None
+        own = DynamicCache(config=self.model.config)
+        return EncoderDecoderCache(own, DynamicCache()) if self.model.config.is_encoder_decoder else own
 
     def outputs(self) -> dict[str, Tensor]:
         """Logits of everything that attaching must not change."""
@@ -234,7 +238,7 @@ def check(configuration: Configuration, *, caches: tuple[str, ...] = (*OTHERS, "
     else:
         with attachment:
             if dense is not None:
-                for cache in caches:
+                for cache in OTHERS if configuration.encoder else caches:
                     _compare(result, dense, cache)
                 _unchanged(result, dense, "while attached")
     after = traces(model)

@@ -12,6 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from benchmarks.quality.parts.families_models import (
+    BASE,
     IMAGE,
     IMAGE_START,
     OTHERS,
@@ -270,6 +271,27 @@ def _positions() -> Iterator[Configuration]:
     )
 
 
+def _encoders() -> Iterator[Configuration]:
+    """Decoders that attend to an encoder besides."""
+    half = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_ffn_dim": 96}
+    for kind in names("""bart bigbird_pegasus blenderbot blenderbot-small led m2m_100 mbart mvp nllb-moe
+                         pegasus pegasus_x plbart"""):
+        yield Configuration(f"{kind}/encoder" if kind == "bart" else kind, kind, half, encoder=True)
+    yield Configuration("marian", "marian", half | {"decoder_vocab_size": VOCABULARY}, encoder=True)
+    for kind in names("longt5 mt5 switch_transformers t5 umt5"):
+        yield Configuration(kind, kind, {"d_kv": 16, "d_ff": 96}, encoder=True)
+    text = BASE | {"sliding_window": WINDOW}
+    yield Configuration("t5gemma", "t5gemma", {"encoder": text, "decoder": text}, encoder=True)
+    yield Configuration("t5gemma2", "t5gemma2", {
+        "encoder": {"text_config": text, "vision_config": OTHERS}, "decoder": text}, encoder=True)  # fmt: skip
+    yield Configuration("whisper", "whisper", half | {
+        "num_mel_bins": 16, "max_source_positions": 8, "max_target_positions": 512}, encoder=True)  # fmt: skip
+    yield Configuration("speech_to_text", "speech_to_text", half | {
+        "input_feat_per_channel": 16, "max_target_positions": 512}, encoder=True)  # fmt: skip
+    yield Configuration("moonshine", "moonshine", {
+        "decoder_num_hidden_layers": 2, "decoder_num_attention_heads": 4}, encoder=True)  # fmt: skip
+
+
 def _multimodal() -> Iterator[Configuration]:
     """What people load with AutoModelForImageTextToText, given text alone. Where the text part is a family of its own
     (llama in llava), the configuration shows that the decoder is found inside."""
@@ -359,7 +381,8 @@ def _new() -> Iterator[Configuration]:
 CONFIGURATIONS: dict[str, Configuration] = {
     c.name: c
     for group in (
-        _llama_like, _sliding, _shared, _experts, _latent, _recurrent, _positions, _multimodal, _implementations, _new
+        _llama_like, _sliding, _shared, _experts, _latent, _recurrent, _positions, _encoders, _multimodal,
+        _implementations, _new,
     )
     for c in group()
     if group is not _new or c.kind in CONFIG_MAPPING
@@ -372,14 +395,13 @@ QUICK = names("""llama llama/eager llama/yarn llama/longrope llama/dynamic/beyon
     gemma3n_text/shared gemma4_text/shared mixtral qwen3_moe dbrx llama4_text/chunked deepseek_v2 deepseek_v3/yarn
     deepseek_v32 qwen3_next falcon_h1 lfm2 jamba zamba2/rope mamba gpt2 opt gptj bloom falcon diffllama
     unlimited_ocr/multimodal qwen2_5_vl/multimodal qwen3_vl/multimodal gemma3/multimodal""")
-_ENCODERS = "its decoder is one half of a model with an encoder, and attends to that too"
 LEFT_OUT = {  # families of MODEL_FOR_CAUSAL_LM_MAPPING_NAMES that no configuration here is of, and why
     kind: why
     for kinds, why in (
         ("bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
          "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod",
          "an encoder like bert, which is here with is_decoder"),
-        ("bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper", _ENCODERS),
+        ("prophetnet", "attends by code of its own, and to an encoder"),
         ("musicgen musicgen_melody", "speaks audio codes, several at a time"),
         ("moss_transcribe_diarize", "listens to audio"),
         ("blt", "patches of bytes: four models in one"),

@@ -7,8 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 VOCABULARY = 128
 IMAGE, VIDEO, IMAGE_START = 120, 121, 122  # tokens, where a prompt has images
@@ -46,6 +55,7 @@ class Configuration:
     implementation: str | None = None  # of attention; None = what transformers takes by itself
     images: bool = False  # it is shown images
     grows: bool = False  # its frequencies change with every token, so that the dense model's keys do not fit together
+    encoder: bool = False  # it has one, and its tokens are the decoder's (see as_decoder)
 
     def config(self) -> Any:
         if self.text is None:
@@ -57,8 +67,13 @@ class Configuration:
         torch.manual_seed(seed)
         causal = self.text is None and self.kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        if self.encoder:
+            texts = self.kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+            auto = AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
         model = auto.from_config(self.config(), attn_implementation=self.implementation).eval()
         enlarge(model)
+        if self.encoder:
+            as_decoder(model)
         return model
 
 
@@ -76,6 +91,44 @@ def enlarge(model: Any, size: float = 0.12) -> None:
             parameter.mul_(size / spread)
         else:
             parameter.add_(size * torch.randn_like(parameter))
+
+
+ENCODED = {  # what encoders of two sequences are given: padded texts, spectra, sounds
+    "input_ids": {"input_ids": torch.arange(3, 21).reshape(2, 9), "attention_mask": torch.ones(2, 9).tril(5).long()},
+    "input_features": {"input_features": torch.linspace(-1, 1, 512).reshape(2, 16, 16)},
+    "input_values": {"input_values": torch.linspace(-9, 9, 4000).sin().reshape(2, 2000)},
+}
+
+
+@torch.no_grad()
+def as_decoder(model: Any) -> None:
+    """Makes a model with an encoder take what one without takes: its tokens are the decoder's, and what one or two
+    sequences of them attend to besides is always the same."""
+    given = ENCODED[model.main_input_name]
+    encoded = model.get_encoder()(**given)
+
+    def beside(tokens: Any, more: dict[str, Any]) -> dict[str, Any]:
+        ours = {
+            f"decoder_{name}" if name in ("attention_mask", "position_ids") else name: x
+            for name, x in more.items()
+            if x is not None
+        }
+        states = type(encoded)(**{name: x[: len(tokens)] for name, x in encoded.items()})
+        mask = {name: x[: len(tokens)] for name, x in given.items() if name == "attention_mask"}
+        return mask | {"encoder_outputs": states, "decoder_input_ids": tokens} | ours
+
+    def before(module: Any, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
+        if "encoder_outputs" in more:  # of generate
+            return None
+        tokens = args[0] if args else more.pop("input_ids")
+        return (), beside(tokens, more)
+
+    def generate(tokens: Any, **more: Any) -> Any:
+        return type(model).generate(model, **beside(tokens, more))
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.generate = generate
+    model.generation_config.decoder_start_token_id = 0  # with padding in front generate puts no other before it
 
 
 def tiny_fields(config_class: Any) -> dict[str, Any]:

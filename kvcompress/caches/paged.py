@@ -13,6 +13,7 @@ from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .choose import Choice
 from .formats import Format, keys_and_values
+from .indexed import IndexKeys
 from .passes import CachePass
 from .pool import PagePool
 from .repeating import RepeatingLayer
@@ -61,6 +62,7 @@ class PagedLayer(RepeatingLayer):
         self.offsets: list[int] = []  # of each sequence: from a token's number to the position where it stands
         self.next: list[int] = []  # position of each sequence's next token
         self._shifted: tuple[list[int], Tensor | None] | None = None
+        self.index_keys: IndexKeys | None = None  # where an indexer chooses what a query sees
         self._joined: tuple[tuple[Tensor | None, Tensor], Tensor] | None = None  # a shift and offsets, both together
 
     @property
@@ -88,10 +90,48 @@ class PagedLayer(RepeatingLayer):
         return self._shifted[1]
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        self.note_index(step)
         if (out := self.attend_one(step, queries, keys, values, softmax)) is not None:
             return out
         view = self.append(step, keys, values)
         return step.answer(self.index, view, queries, softmax)
+
+    def note_index(self, step: CachePass) -> None:
+        """Stores the index keys of the pass's tokens, and rotates those and its index queries."""
+        index, facts = step.index, step.facts[self.index]
+        if index is None or facts.indexer is None:
+            return
+        batch, S, device = len(step.counts), step.columns, index.keys.device
+        if self.index_keys is None:
+            self.index_keys = IndexKeys(batch)
+        places, lengths = self.next or [0] * batch, self.rope_lengths or step.whole
+        if facts.indexer.rotates:
+            first, bound = torch.tensor(places, dtype=torch.int32, device=device)[:, None], max(places) + S
+            positions = step_positions(first, step.counts, S)
+            queries = facts.query_rotary.rotate(index.queries, positions, bound, lengths)
+            keys = facts.key_rotary.rotate(index.keys, positions, bound, lengths)
+            step.index = index = index._replace(queries=queries, keys=keys)
+        numbers = [place - offset for place, offset in zip(places, self.offsets or [0] * batch, strict=True)]
+        self.index_keys.append(index.keys[:, 0], numbers, step.counts)
+
+    def chooses(self, step: CachePass, most: int) -> bool:
+        """Whether an indexer leaves out some of so many tokens of the longest row."""
+        return step.index is not None and most > step.index.top
+
+    def attend_chosen(
+        self, step: CachePass, rotated: Tensor, softmax: Softmax, whole: tuple[Tensor, Tensor, list[int]] | None = None
+    ) -> Tensor:
+        """Attention of a pass's queries to what their indexer chooses of all that is held. whole: keys, values
+        [B, Hkv, T, D] and lengths of rows that hold all tokens, instead."""
+        assert self.index_keys is not None and step.index is not None
+        if whole is None:
+            pool = self.opened
+            keys, values = (x.unflatten(0, (len(self.next), -1)) for x in pool.gather(max(pool.counts)))
+            lengths, tokens = pool.counts, pool.origins.of(pool.counts).long()
+        else:
+            keys, values, lengths = whole
+            tokens = torch.arange(keys.shape[2]).expand(len(lengths), -1)
+        return self.index_keys.attend(step.index, rotated, keys, values, tokens, lengths, step.counts, softmax)
 
     def attend_one(
         self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
@@ -109,7 +149,7 @@ class PagedLayer(RepeatingLayer):
         if pool is None or not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
             return None
         turn = self._turn(facts, max(self.next) + 1)
-        if turn is None:
+        if turn is None or self.chooses(step, max(pool.bounds) + 1):
             return None
         state = pool.step(lambda table: self.write_step(table, queries, keys, values, softmax, turn, begin))
         self.next = [place + 1 for place in self.next]
@@ -159,6 +199,8 @@ class PagedLayer(RepeatingLayer):
 
         def view(queries: Tensor, softmax: Softmax) -> Tensor:
             rotated = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
+            if self.chooses(step, max(pool.bounds)):
+                return self.attend_chosen(step, rotated, softmax)
             return self.attend_held(step, queries, rotated, softmax, alone)
 
         return view
@@ -200,7 +242,7 @@ class PagedLayer(RepeatingLayer):
 
     @property
     def repeats(self) -> bool:
-        return True
+        return self.index_keys is None  # they are appended, and chosen from, by the host
 
     def prepare_steps(self) -> None:
         if self.pool is not None:
@@ -236,6 +278,8 @@ class PagedLayer(RepeatingLayer):
 
     def follow(self, choice: Choice) -> None:
         """The chosen slots have moved to the front of their rows: what a layer notes of slots follows."""
+        if self.index_keys is not None:
+            self.index_keys.keep(self.kept_positions())
 
     # ---- state ----
 
@@ -250,6 +294,7 @@ class PagedLayer(RepeatingLayer):
     def beside_nbytes(self) -> int:
         """Bytes of what is held beside pages."""
         joined = 0 if self._joined is None else self._joined[1].nbytes
+        joined += 0 if self.index_keys is None else self.index_keys.nbytes()
         return joined + (0 if self.shift is None else self.shift.nbytes)
 
     def reserved_nbytes(self) -> int:

@@ -48,6 +48,8 @@ class LayerMade(NamedTuple):
 
 
 class _MarkedPass(Pass):
+    chooses = True
+
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}

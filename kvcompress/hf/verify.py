@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import ops
 from ..softmax import Softmax
 from .argument import CACHE
-from .facts import Facts
+from .facts import Facts, LayerFacts
+from .indexing import Index, attend_chosen
 from .method import KEYWORD, Pass
 from .now import THREAD, NotedCache
 from .seam import evaluating
@@ -23,6 +24,8 @@ class WholePass(Pass):
     model's, so that each layer is compared on the very numbers that it had there: over 30 layers the roundings of 16
     bits add up to more than a wrong rotation may cost. dense: by layer, [B, T, Hq, value dim]."""
 
+    chooses = True
+
     def __init__(self, facts: Facts, dense: dict[int, Tensor]) -> None:
         self.facts, self.dense = facts, dense
         self.out: dict[int, Tensor] = {}
@@ -34,14 +37,28 @@ class WholePass(Pass):
         if facts.reads is None:
             self._held[layer] = facts.key_rotary.rotate(keys, None, T, [T] * keys.shape[0]), values
         k, v = self._held[layer if facts.reads is None else facts.reads]
+        if self.index is not None and T > self.index.top:
+            return self._gave(facts, self._chosen(self.index, facts, q, k, v, softmax))
         size = facts.chunk or T
         parts = [
             ops.attention(q[:, :, a : a + size], k[:, :, a : a + size], v[:, :, a : a + size], window=facts.window,
                           **softmax.options)[0]
             for a in range(0, T, size)
         ]  # fmt: skip
-        self.out[layer] = torch.cat(parts, 2)[..., : facts.value_dim].transpose(1, 2)
-        return facts.padded(self.dense[layer].transpose(1, 2))
+        return self._gave(facts, torch.cat(parts, 2))
+
+    def _gave(self, facts: LayerFacts, out: Tensor) -> Tensor:
+        self.out[facts.index] = out[..., : facts.value_dim].transpose(1, 2)
+        return facts.padded(self.dense[facts.index].transpose(1, 2))
+
+    @staticmethod
+    def _chosen(index: Index, facts: LayerFacts, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+        """Of one sequence."""
+        asks, keys, T = index.queries, index.keys, q.shape[2]
+        if facts.indexer is not None and facts.indexer.rotates:
+            asks, keys = (x.rotate(y, None, T, [T]) for x, y in ((facts.query_rotary, asks), (facts.key_rotary, keys)))
+        asked = asks[0], index.weights[0], keys[0, 0]
+        return attend_chosen(q[0], k[0], v[0], [T] * k.shape[1], asked, index.top, softmax)[None]
 
 
 @torch.inference_mode(False)

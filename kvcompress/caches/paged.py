@@ -51,6 +51,7 @@ class PagedLayer(RepeatingLayer):
     is_croppable = True
     joins = True
     store: PageStore | None = None
+    index_keys: IndexKeys | None = None  # where an indexer chooses what a query sees
     steps_known = True
     shifts = True  # whether its op of a step takes a shift
 
@@ -62,7 +63,6 @@ class PagedLayer(RepeatingLayer):
         self.offsets: list[int] = []  # of each sequence: from a token's number to the position where it stands
         self.next: list[int] = []  # position of each sequence's next token
         self._shifted: tuple[list[int], Tensor | None] | None = None
-        self.index_keys: IndexKeys | None = None  # where an indexer chooses what a query sees
         self._joined: tuple[tuple[Tensor | None, Tensor], Tensor] | None = None  # a shift and offsets, both together
 
     @property
@@ -98,40 +98,21 @@ class PagedLayer(RepeatingLayer):
 
     def note_index(self, step: CachePass) -> None:
         """Stores the index keys of the pass's tokens, and rotates those and its index queries."""
-        index, facts = step.index, step.facts[self.index]
-        if index is None or facts.indexer is None:
+        if step.index is None:
             return
-        batch, S, device = len(step.counts), step.columns, index.keys.device
+        batch, S, lengths = len(step.counts), step.columns, self.rope_lengths or step.whole
+        places, offsets = self.next or [0] * batch, self.offsets or [0] * batch
+        first = torch.tensor(places, dtype=torch.int32, device=step.index.keys.device)[:, None]
+        positions = step_positions(first, step.counts, S)
+        step.index = index = step.index.rotated(step.facts[self.index], positions, max(places) + S, lengths)
         if self.index_keys is None:
             self.index_keys = IndexKeys(batch)
-        places, lengths = self.next or [0] * batch, self.rope_lengths or step.whole
-        if facts.indexer.rotates:
-            first, bound = torch.tensor(places, dtype=torch.int32, device=device)[:, None], max(places) + S
-            positions = step_positions(first, step.counts, S)
-            queries = facts.query_rotary.rotate(index.queries, positions, bound, lengths)
-            keys = facts.key_rotary.rotate(index.keys, positions, bound, lengths)
-            step.index = index = index._replace(queries=queries, keys=keys)
-        numbers = [place - offset for place, offset in zip(places, self.offsets or [0] * batch, strict=True)]
+        numbers = [place - offset for place, offset in zip(places, offsets, strict=True)]
         self.index_keys.append(index.keys[:, 0], numbers, step.counts)
 
-    def chooses(self, step: CachePass, most: int) -> bool:
-        """Whether an indexer leaves out some of so many tokens of the longest row."""
-        return step.index is not None and most > step.index.top
-
-    def attend_chosen(
-        self, step: CachePass, rotated: Tensor, softmax: Softmax, whole: tuple[Tensor, Tensor, list[int]] | None = None
-    ) -> Tensor:
-        """Attention of a pass's queries to what their indexer chooses of all that is held. whole: keys, values
-        [B, Hkv, T, D] and lengths of rows that hold all tokens, instead."""
-        assert self.index_keys is not None and step.index is not None
-        if whole is None:
-            pool = self.opened
-            keys, values = (x.unflatten(0, (len(self.next), -1)) for x in pool.gather(max(pool.counts)))
-            lengths, tokens = pool.counts, pool.origins.of(pool.counts).long()
-        else:
-            keys, values, lengths = whole
-            tokens = torch.arange(keys.shape[2]).expand(len(lengths), -1)
-        return self.index_keys.attend(step.index, rotated, keys, values, tokens, lengths, step.counts, softmax)
+    def choosing(self, step: CachePass, most: int) -> IndexKeys | None:
+        """By which an indexer leaves out some of so many tokens of the longest row; None where it leaves out none."""
+        return self.index_keys if step.index is not None and most > step.index.indexer.top else None
 
     def attend_one(
         self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
@@ -149,7 +130,7 @@ class PagedLayer(RepeatingLayer):
         if pool is None or not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
             return None
         turn = self._turn(facts, max(self.next) + 1)
-        if turn is None or self.chooses(step, max(pool.bounds) + 1):
+        if turn is None or self.choosing(step, max(pool.bounds) + 1):
             return None
         state = pool.step(lambda table: self.write_step(table, queries, keys, values, softmax, turn, begin))
         self.next = [place + 1 for place in self.next]
@@ -199,8 +180,9 @@ class PagedLayer(RepeatingLayer):
 
         def view(queries: Tensor, softmax: Softmax) -> Tensor:
             rotated = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
-            if self.chooses(step, max(pool.bounds)):
-                return self.attend_chosen(step, rotated, softmax)
+            if (index := self.choosing(step, max(pool.bounds))) is not None:
+                k, v = (x.unflatten(0, (B, Hkv)) for x in pool.gather(max(pool.counts)))
+                return index.attend(step, rotated, k, v, pool.counts, softmax)
             return self.attend_held(step, queries, rotated, softmax, alone)
 
         return view

@@ -121,8 +121,8 @@ class PrunedLayer(PagedLayer):
             return facts.query_rotary.rotate(x, positions, end, lengths)
 
         def attention(rotated: Tensor, softmax: Softmax) -> Tensor:
-            if self.chooses(step, end):
-                return self.attend_chosen(step, rotated, softmax, (k, values, self._per_row(seen)))
+            if (index := self.choosing(step, end)) is not None:
+                return index.attend(step, rotated, k, values, self._per_row(seen), softmax)
             return prompt_attention(rotated, k, values, seen, softmax)
 
         def view(x: Tensor, softmax: Softmax) -> Tensor:
@@ -135,7 +135,7 @@ class PrunedLayer(PagedLayer):
         self.chooser.note(queries, step.entering, counts, step.guide_length)
         q, entering = rotated(queries), step.entering
         sums = None
-        if self.policy.pruner.uses_sums and not self.chooses(step, end):
+        if self.policy.pruner.uses_sums and self.choosing(step, end) is None:
             out, sums = prompt_state(q, k, values, seen, softmax)
         else:
             out = attention(q, softmax)
@@ -168,7 +168,11 @@ class PrunedLayer(PagedLayer):
     @property
     def repeats(self) -> bool:
         policy, recent = self.policy, self.chooser.recent
-        return super().repeats and policy.gap is None and (recent is None or (policy.every is None and policy.pruner.accumulates))
+        return (
+            super().repeats
+            and policy.gap is None
+            and (recent is None or (policy.every is None and policy.pruner.accumulates))
+        )
 
     def prepare_steps(self) -> None:
         super().prepare_steps()

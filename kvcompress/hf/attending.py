@@ -91,7 +91,7 @@ def attend(
             )
         if isinstance(ticket, IndexTicket):
             queries, keys = indexer.framed(ticket.queries), indexer.framed(ticket.keys[:, None])
-            current.index = Index(queries, keys, ticket.weights, indexer.top)
+            current.index = Index(indexer, queries, keys, ticket.weights)
     scale, sinks = options.get("scaling"), options.get("s_aux")
     softmax = Softmax(
         query.shape[3] ** -0.5 if scale is None else scale,

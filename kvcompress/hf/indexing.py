@@ -1,13 +1,13 @@
 """Sparse indexers (DeepSeek-V3.2, GLM-5): each query attends to the `top` tokens whose index keys say most to it.
 
-An index key is one small vector of each token, beside its keys and values. In a pass of ours the family's own code makes
-it and hands it to the cache, which answers with an IndexTicket: what that code then does with it is noted, not done, and
-the ticket comes to our attention function in the place of the tokens that would have been chosen.
+An index key is one small vector of each token, beside its keys and values. In a pass of ours the family's own code
+makes it and hands it to the cache, which answers with an IndexTicket: what that code then does with it is noted, not
+done, and the ticket comes to our attention function in the place of the tokens that would have been chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,16 @@ from torch import Tensor
 from ..softmax import Softmax
 
 # what an indexer of this kind does with its keys: of T tokens the largest sum_h w_h max(0, q_h k)
-_STEPS = ["transpose", "float", "unsqueeze", "matmul", "relu", "matmul", "squeeze", "add", "topk"]
-_MOST = 1 << 25  # numbers of one block of scores
-_ENDLESS = 1 << 60  # tokens
+_STEPS = ["transpose", "float", "unsqueeze", "matmul", "relu", "matmul", "squeeze", "add"]
+_MOST = 1 << 25  # numbers of scores at a time
+
+
+def _noted(step: str) -> Callable[..., IndexTicket]:
+    def method(self: IndexTicket, *args: Any, **given: Any) -> IndexTicket:
+        self._steps.append(step)
+        return self
+
+    return method
 
 
 class IndexTicket:
@@ -29,9 +36,15 @@ class IndexTicket:
     queries: Tensor
     weights: Tensor
     top: int
+    shape = (1 << 60,)  # there is more than it chooses
 
-    def __init__(self, layer: int, keys: Tensor) -> None:
-        self._layer, self.keys, self._steps = layer, keys, list[str]()
+    def __init__(self, layer: int | None, keys: Tensor) -> None:
+        self._layer, self.keys = layer, keys
+        self._steps: list[str] = []
+
+    @property
+    def indices(self) -> IndexTicket:
+        return self
 
     @property
     def odd(self) -> ValueError:
@@ -40,50 +53,24 @@ class IndexTicket:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(str(self.odd) if "_layer" in vars(self) else name)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (_ENDLESS,)
+    transpose, float, unsqueeze, squeeze, __add__ = map(_noted, ("transpose", "float", "unsqueeze", "squeeze", "add"))
 
-    @property
-    def indices(self) -> IndexTicket:
-        return self
+    def __mul__(self, scale: Any) -> IndexTicket:
+        return self  # the same for all tokens
 
-    def topk(self, k: int, dim: int = -1) -> IndexTicket:
+    def topk(self, k: int, dim: int) -> IndexTicket:
         self.top = k
-        self._note("topk")
         if self._steps != _STEPS:
             raise self.odd
         return self
 
-    def _note(self, step: str) -> IndexTicket:
-        self._steps.append(step)
+    def to(self, dtype: torch.dtype) -> IndexTicket:
         return self
-
-    def transpose(self, *dims: int) -> IndexTicket:
-        return self._note("transpose")
-
-    def float(self) -> IndexTicket:
-        return self._note("float")
-
-    def unsqueeze(self, dim: int) -> IndexTicket:
-        return self._note("unsqueeze")
-
-    def squeeze(self, dim: int) -> IndexTicket:
-        return self._note("squeeze")
-
-    def to(self, *args: Any) -> IndexTicket:
-        return self
-
-    def __mul__(self, scale: float) -> IndexTicket:
-        return self  # the same for all tokens
-
-    def __add__(self, mask: Any) -> IndexTicket:
-        return self._note("add")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self: IndexTicket = next(x for x in args if isinstance(x, IndexTicket))
-        self._note(function.__name__)
+        self._steps.append(function.__name__)
         if function.__name__ == "matmul" and "relu" in self._steps:
             self.weights = args[0].squeeze(2)
         elif function.__name__ == "matmul":
@@ -106,10 +93,18 @@ class Indexer(NamedTuple):
 class Index(NamedTuple):
     """What a layer's indexer brings in a pass. queries: [B, H, S, D], keys: [B, 1, S, D], weights: [B, S, H]."""
 
+    indexer: Indexer
     queries: Tensor
     keys: Tensor
     weights: Tensor
-    top: int
+
+    def rotated(self, facts: Any, positions: Tensor | None, bound: int, lengths: list[int]) -> Index:
+        """The same at positions, as RotaryTables.rotate takes them. facts: of the layer."""
+        if not self.indexer.rotates:
+            return self
+        queries, keys = (x.rotate(y, positions, bound, lengths) for x, y in (
+            (facts.query_rotary, self.queries), (facts.key_rotary, self.keys)))  # fmt: skip
+        return self._replace(queries=queries, keys=keys)
 
 
 def shown(mask: Tensor, indices: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -132,30 +127,18 @@ def attend_chosen(
     """
     (Hkv, T, _), S, device = k.shape, q.shape[1], q.device
     slots, ends = torch.arange(T, device=device), torch.tensor(lengths, device=device)[:, None, None]
-    if places is None:
-        ends = ends[:1]
-    parts = []
-    for first, last in _blocks(S, max(q.shape[0], index[0].shape[0], Hkv) * T):
-        scores = _scores(index[0][:, first:last], index[1][first:last], index[2])[None]
+    block, parts = max(_MOST // (T * max(len(q), len(index[0]))), 1), []
+    for first in range(0, S, block):
+        here = slice(first, first + block)
+        products = (index[0][:, here].float() @ index[2].float().T).relu_()  # [H, s, U]
+        scores = (index[1][here, None].float() @ products.transpose(0, 1)).transpose(0, 1)  # [1, s, U]
         if places is not None:
-            scores = scores.expand(Hkv, -1, -1).gather(2, places[:, None].expand(-1, last - first, -1))
-        seen = slots <= ends - S + torch.arange(first, last, device=device)[:, None]
-        best = scores.masked_fill_(~seen, -torch.inf).topk(min(top, T), -1).indices
-        chosen = torch.zeros_like(seen).scatter_(-1, best, True) & seen
-        parts.append(_masked(q[:, first:last], k, v, chosen, softmax))
+            scores = scores.expand(Hkv, -1, -1).gather(2, places[:, None].expand(-1, scores.shape[1], -1))
+        seen = slots <= ends[: len(scores)] - S + torch.arange(S, device=device)[here, None]
+        best = scores.masked_fill(~seen, -torch.inf).topk(min(top, T), -1).indices
+        seen &= torch.zeros_like(seen).scatter_(-1, best, True)
+        parts.append(_masked(q[:, here], k, v, seen, softmax))
     return torch.cat(parts, 1)
-
-
-def _blocks(queries: int, numbers: int) -> Iterator[tuple[int, int]]:
-    size = max(_MOST // max(numbers, 1), 1)
-    for first in range(0, queries, size):
-        yield first, min(first + size, queries)
-
-
-def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """float32 [S, U] of queries [H, S, D] and keys [U, D]."""
-    products = (queries.float() @ keys.float().T).relu_()
-    return (weights.float()[:, None] @ products.transpose(0, 1))[:, 0]
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax) -> Tensor:

@@ -212,7 +212,8 @@ class _ConfigBefore:
 
 
 class NoMask:
-    """What the decoders of these families, and of those with indexers, get for a mask in a pass of ours, and hand to their attention modules."""
+    """What the decoders of these families get for a mask in a pass of ours, and hand to their attention modules; those
+    with indexers, whose scores it leaves as they are, too."""
 
     ndim, dtype = 0, None
 

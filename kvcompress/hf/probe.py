@@ -171,6 +171,8 @@ class Probe:
         turns = [_Turns(x) for x in (q, k)]
         if not turns[0].alike(turns[1]):
             raise ValueError("its queries rotate by other pairs of coordinates than its keys")
+        if ticket is not None and (window is not None or chunk is not None or id(k) in owners):
+            raise ValueError("its indexer chooses from a window, or from the keys of another layer")
         order: Tensor | None = None
         q_table: RotaryTables = Unrotated()
         k_table = q_table
@@ -193,8 +195,8 @@ class Probe:
         )  # fmt: skip
         at = self.positions.to(q.device, torch.int32)[None]
         rotated = [(facts.framed(q), q_table), (facts.framed(k), k_table)] if alibi is None else []
-        if ticket is not None and facts.indexer.rotates:
-            rotated += [(facts.indexer.framed(x), k_table) for x in (ticket.queries, ticket.keys[:, None])]
+        if ticket is not None and (indexer := facts.indexer) is not None and indexer.rotates:
+            rotated += [(indexer.framed(x), k_table) for x in (ticket.queries, ticket.keys[:, None])]
         for x, table in rotated:
             ours, own = table.rotate(x[:1], at, int(at.max()) + 1, [int(at.max()) + 1]), x[-1:]
             # `not <` so that NaN is no answer

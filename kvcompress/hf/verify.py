@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import ops
 from ..softmax import Softmax
 from .argument import CACHE
-from .facts import Facts, LayerFacts
-from .indexing import Index, attend_chosen
+from .facts import Facts
+from .indexing import attend_chosen
 from .method import KEYWORD, Pass
 from .now import THREAD, NotedCache
 from .seam import evaluating
@@ -37,28 +37,19 @@ class WholePass(Pass):
         if facts.reads is None:
             self._held[layer] = facts.key_rotary.rotate(keys, None, T, [T] * keys.shape[0]), values
         k, v = self._held[layer if facts.reads is None else facts.reads]
-        if self.index is not None and T > self.index.top:
-            return self._gave(facts, self._chosen(self.index, facts, q, k, v, softmax))
-        size = facts.chunk or T
-        parts = [
-            ops.attention(q[:, :, a : a + size], k[:, :, a : a + size], v[:, :, a : a + size], window=facts.window,
-                          **softmax.options)[0]
-            for a in range(0, T, size)
-        ]  # fmt: skip
-        return self._gave(facts, torch.cat(parts, 2))
-
-    def _gave(self, facts: LayerFacts, out: Tensor) -> Tensor:
-        self.out[facts.index] = out[..., : facts.value_dim].transpose(1, 2)
-        return facts.padded(self.dense[facts.index].transpose(1, 2))
-
-    @staticmethod
-    def _chosen(index: Index, facts: LayerFacts, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        """Of one sequence."""
-        asks, keys, T = index.queries, index.keys, q.shape[2]
-        if facts.indexer is not None and facts.indexer.rotates:
-            asks, keys = (x.rotate(y, None, T, [T]) for x, y in ((facts.query_rotary, asks), (facts.key_rotary, keys)))
-        asked = asks[0], index.weights[0], keys[0, 0]
-        return attend_chosen(q[0], k[0], v[0], [T] * k.shape[1], asked, index.top, softmax)[None]
+        if self.index is not None:  # B = 1
+            index = self.index.rotated(facts, None, T, [T])
+            asked, top = (index.queries[0], index.weights[0], index.keys[0, 0]), index.indexer.top
+            parts = [attend_chosen(q[0], k[0], v[0], [T] * k.shape[1], asked, top, softmax)[None]]
+        else:
+            size = facts.chunk or T
+            parts = [
+                ops.attention(q[:, :, a : a + size], k[:, :, a : a + size], v[:, :, a : a + size], window=facts.window,
+                              **softmax.options)[0]
+                for a in range(0, T, size)
+            ]  # fmt: skip
+        self.out[layer] = torch.cat(parts, 2)[..., : facts.value_dim].transpose(1, 2)
+        return facts.padded(self.dense[layer].transpose(1, 2))
 
 
 @torch.inference_mode(False)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import forward, left_padded
+from helpers import forward, left_padded, needs_transformers
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -19,12 +19,14 @@ from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import AdaKV, IterativeCache, PrunedCache, QuantizedCache, QuestCache, StreamingCache
 from kvcompress.caches.dense import DenseCache
 from kvcompress.dmc import DMCConfig
+from kvcompress.hf import indexing
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.seam import _before
 from kvcompress.pod import PoDConfig
 from kvcompress.pruners import KeyDiff, SnapKV
 from kvcompress.serve.served import check_served
 
+pytestmark = needs_transformers(5, 24)  # whose attention functions get what an indexer chooses
 TOP, PROMPT, WHOLE, STAYS = 8, 30, 42, 14
 FAMILIES = {  # neighbours rotate, or halves; a layer that goes by the choice of another; sinks, and the end rotates
     "deepseek_v32": {},
@@ -208,6 +210,19 @@ def test_index_keys_live_as_their_rows_do(tmp_path):
             assert whole - layer.nbytes() == sum(64 * len(n) for n in held.numbers) + 4 * held.places.numel()
         cache.reset()
         assert difference(forward(model, ids, past_key_values=cache), forward(model, ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("make", [DenseCache, lambda config: PrunedCache(config, SnapKV(window=2), keep=STAYS)])
+def test_neither_blocks_of_queries_nor_the_default_device_change_anything(make, monkeypatch):
+    model, ids, found = made(), ids_of(), []
+    with kvcompress.attach(model):
+        for most, default in ((1 << 25, "cpu"), (4 * 42 * 16, "meta")):
+            monkeypatch.setattr(indexing, "_MOST", most)
+            cache = make(model.config)
+            with torch.device(default):
+                forward(model, ids[:, :PROMPT], past_key_values=cache)
+                found.append(decoded(model, ids[:, PROMPT:], cache))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
 
 def test_codes_are_chosen_from_as_well():

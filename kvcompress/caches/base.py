@@ -187,8 +187,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
             layer = self.layers[index] if index < len(self.layers) else None
             if found.indexer is not None and (wish := self.check_indexer(found.indexer.top)) is not None:
                 raise ValueError(
-                    f"{wish}: layer {index} of {type(decoder).__name__} attends to {found.indexer.top} tokens that its "
-                    "indexer chooses"
+                    f"{wish}: layer {index} attends to {found.indexer.top:,} tokens that its indexer chooses"
                 )
             if found.reads is not None:
                 continue
@@ -214,7 +213,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
 
     def check_indexer(self, top: int) -> str | None:
         """What must be otherwise where layers choose so many tokens by an indexer; None = nothing."""
-        return f"cache must be a DenseCache, QuantizedCache, PrunedCache or StreamingCache, got {type(self).__name__}"
+        return f"cache must be a PrunedCache, QuantizedCache or StreamingCache, got {type(self).__name__}"
 
     def check_layers(self, decoder: Any, facts: Facts) -> None:
         """Raises ValueError for layers that the cache's settings are not for."""

@@ -120,7 +120,7 @@ class PrunedCache(CompressedCache):
         self.policy.check_model(decoder, facts, own, type(self).__name__, "positions must be 'original'")
 
     def check_indexer(self, top: int) -> str | None:
-        return None if self.policy.gap is None else "positions must be 'original'"
+        return None if self.policy.gap is None else f"positions must be 'original', got {self.policy.gap!r}"
 
     def check_images(self, call: Call) -> None:
         if self.policy.gap is not None:

@@ -86,8 +86,8 @@ def attend(
     if indexer is not None:
         if not current.chooses:
             raise ValueError(
-                f"layer {layer} chooses tokens by an indexer, which only a DenseCache, PrunedCache, QuantizedCache or "
-                "StreamingCache goes by"
+                f"layer {layer} chooses tokens by an indexer: a PrunedCache, QuantizedCache or StreamingCache goes by "
+                "that, and nothing else"
             )
         if isinstance(ticket, IndexTicket):
             queries, keys = indexer.framed(ticket.queries), indexer.framed(ticket.keys[:, None])

@@ -34,12 +34,15 @@ _OWN_MASK = (
 
 
 class MaskTicket:
-    """Stands for the mask of a layer while the probe runs. sees: transformers' mask function."""
+    """Stands for the mask of a layer while the probe runs. sees: transformers' mask function. indexed: whether indexers
+    look at it, which hide from their scores what it hides."""
 
-    ndim, dtype = 4, None
+    ndim = 4
 
-    def __init__(self, sees: Any) -> None:
+    def __init__(self, sees: Any, *, indexed: bool = False) -> None:
         self._sees = sees
+        if indexed:
+            self.dtype = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_OWN_MASK)

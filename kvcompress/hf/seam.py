@@ -206,7 +206,7 @@ def _register(name: str) -> None:
         if now.ours and needs_no_mask(kwargs.get("config")):
             return NoMask()
         if now.probe is not None:
-            return MaskTicket(kwargs["mask_function"])
+            return MaskTicket(kwargs["mask_function"], indexed=has_indexers(kwargs.get("config")))
         if not now.ours and now.outer is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
         if now.outer is not None:

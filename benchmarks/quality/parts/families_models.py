@@ -22,7 +22,7 @@ PARTS: dict[str, Any] = {  # experts, indexers, recurrent layers
     "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_shared_experts": 1,
     "n_group": 1, "topk_group": 1, "num_expert_group": 1, "shared_expert_intermediate_size": 32,
     "shared_experts_intermediate_size": 32, "shared_intermediate_size": 32, "index_topk": 16, "index_head_dim": 16,
-    "index_n_heads": 16, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "index_n_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 2, "short_conv_kernel_size": 4,
 }  # fmt: skip

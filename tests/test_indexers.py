@@ -23,7 +23,7 @@ from kvcompress.hf import indexing
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.seam import _before
 from kvcompress.pod import PoDConfig
-from kvcompress.pruners import KeyDiff, SnapKV
+from kvcompress.pruners import CriticalKV, KeyDiff, SnapKV
 from kvcompress.serve.served import check_served
 
 pytestmark = needs_transformers(5, 24)  # whose attention functions get what an indexer chooses
@@ -139,12 +139,13 @@ PRUNED = {
     "snapkv": (SnapKV(window=4, kernel_size=1), None, {}),
     "heads of several lengths": (SnapKV(window=2), AdaKV(), {}),
     "while decoding": (SnapKV(window=2), None, {"every": 3}),
+    "values weighed by the output projection": (CriticalKV(SnapKV(window=4)), None, {}),
     "turns": (KeyDiff(num_sink_tokens=1), None, {}),
     "turns that are kept": (KeyDiff(num_sink_tokens=1), None, {"later": "keep"}),
 }
 
 
-@pytest.mark.parametrize(("family", "how"), list(zip([*FAMILIES] * 2, PRUNED, strict=False)))
+@pytest.mark.parametrize(("family", "how"), list(zip([*FAMILIES] * 2, PRUNED, strict=True)))
 def test_each_head_chooses_of_what_it_has_kept(family, how):
     model, ids = made(family), ids_of()
     pruner, budget, settings = PRUNED[how]

@@ -15,7 +15,7 @@ from kvcompress.hf.argument import CACHE
 from kvcompress.hf.attach import base_model, facts_of
 
 REFUSED = names(
-    """deepseek_v32 deepseek_v4 diffllama doge gemma3_text/bidirectional inkling_text mamba
+    """deepseek_v4 diffllama doge gemma3_text/bidirectional inkling_text mamba
     minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal"""
 )
 # from transformers 5.24 on GPT-J attends as others do
@@ -24,13 +24,13 @@ REFUSED += ["gptj"] if CACHE == "past_key_values" else ["dory", "inkling2_loop_t
 KINDS = names(
     """llama llama/longrope llama/dynamic/beyond llama/one_kv_head mistral/sliding phi3 glm gpt_neox stablelm/norm
     hunyuan_v1_dense smollm3/no_rope gemma2/softcap gemma3_text/sliding gpt_oss/sliding gemma3n_text/shared
-    gemma4_text/shared mixtral deepseek_v3/yarn qwen3_next falcon_h1 jamba gpt2 qwen3_vl/multimodal
+    gemma4_text/shared mixtral deepseek_v3/yarn deepseek_v32 qwen3_next falcon_h1 jamba gpt2 qwen3_vl/multimodal
     kosmos-2.5/multimodal bart/decoder recurrent_gemma llama4_text/chunked falcon/new bloom
     mpt/alibi falcon/alibi gpt_neo xglm bart/encoder pegasus_x whisper moonshine t5gemma"""
 )
-# biases, indexers, code of their own, both ways, no keys
+# biases, a cache of its own kind, code of their own, both ways, no keys
 KINDS_REFUSED = names(
-    """deepseek_v32 diffllama gemma3_text/bidirectional mamba minimax_m3_vl_text/sparse
+    """deepseek_v4 diffllama gemma3_text/bidirectional mamba minimax_m3_vl_text/sparse
     unlimited_ocr/multimodal t5 t5gemma2"""
 )
 

@@ -185,6 +185,10 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self.check_model(decoder)
         for index, found in facts.items():
             layer = self.layers[index] if index < len(self.layers) else None
+            if found.indexer is not None and (wish := self.check_indexer(found.indexer.top)) is not None:
+                raise ValueError(
+                    f"{wish}: layer {index} attends to {found.indexer.top:,} tokens that its indexer chooses"
+                )
             if found.reads is not None:
                 continue
             if not isinstance(layer, CompressedLayer):
@@ -206,6 +210,10 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self.facts, self._placed = facts, None
         self._measure(facts, next(x.element_size() for x in decoder.parameters() if x.is_floating_point()))
         self.belongs_to(decoder)
+
+    def check_indexer(self, top: int) -> str | None:
+        """What must be otherwise where layers choose so many tokens by an indexer; None = nothing."""
+        return f"cache must be a PrunedCache, QuantizedCache or StreamingCache, got {type(self).__name__}"
 
     def check_layers(self, decoder: Any, facts: Facts) -> None:
         """Raises ValueError for layers that the cache's settings are not for."""

@@ -47,6 +47,9 @@ class DenseCache(CompressedCache):
     def _new_layer(self, index: int, number: int) -> DenseLayer:
         return DenseLayer(index, number, self.pool_settings)
 
+    def check_indexer(self, top: int) -> None:
+        pass
+
     def check_images(self, call: Call) -> None:
         pass
 

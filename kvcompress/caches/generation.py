@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..hf.indexing import IndexTicket
 from ..hf.method import Call
 from ..hf.now import THREAD
 from .layer import CompressedLayer
@@ -99,6 +100,10 @@ class Generation(Summary, RecurrentStates, Cache):
             return self.own[0].update()
         now.layer = layer_idx  # an attention module that serves several layers does not know it
         return key_states, value_states
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> IndexTicket:
+        """The same of index keys; what a layer's indexer does with them, our attention does."""
+        return IndexTicket(layer_idx, indexer_key_states)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.select_sequences([b for b in range(self._batch) for _ in range(repeats)])

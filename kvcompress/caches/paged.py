@@ -13,6 +13,7 @@ from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .choose import Choice
 from .formats import Format, keys_and_values
+from .indexed import IndexKeys
 from .passes import CachePass
 from .pool import PagePool
 from .repeating import RepeatingLayer
@@ -50,6 +51,7 @@ class PagedLayer(RepeatingLayer):
     is_croppable = True
     joins = True
     store: PageStore | None = None
+    index_keys: IndexKeys | None = None  # where an indexer chooses what a query sees
     steps_known = True
     shifts = True  # whether its op of a step takes a shift
 
@@ -88,10 +90,29 @@ class PagedLayer(RepeatingLayer):
         return self._shifted[1]
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        self.note_index(step)
         if (out := self.attend_one(step, queries, keys, values, softmax)) is not None:
             return out
         view = self.append(step, keys, values)
         return step.answer(self.index, view, queries, softmax)
+
+    def note_index(self, step: CachePass) -> None:
+        """Stores the index keys of the pass's tokens, and rotates those and its index queries."""
+        if step.index is None:
+            return
+        batch, S, lengths = len(step.counts), step.columns, self.rope_lengths or step.whole
+        places, offsets = self.next or [0] * batch, self.offsets or [0] * batch
+        first = torch.tensor(places, dtype=torch.int32, device=step.index.keys.device)[:, None]
+        positions = step_positions(first, step.counts, S)
+        step.index = index = step.index.rotated(step.facts[self.index], positions, max(places) + S, lengths)
+        if self.index_keys is None:
+            self.index_keys = IndexKeys(batch)
+        numbers = [place - offset for place, offset in zip(places, offsets, strict=True)]
+        self.index_keys.append(index.keys[:, 0], numbers, step.counts)
+
+    def choosing(self, step: CachePass, most: int) -> IndexKeys | None:
+        """By which an indexer leaves out some of so many tokens of the longest row; None where it leaves out none."""
+        return self.index_keys if step.index is not None and most > step.index.indexer.top else None
 
     def attend_one(
         self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
@@ -109,7 +130,7 @@ class PagedLayer(RepeatingLayer):
         if pool is None or not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
             return None
         turn = self._turn(facts, max(self.next) + 1)
-        if turn is None:
+        if turn is None or self.choosing(step, max(pool.bounds) + 1):
             return None
         state = pool.step(lambda table: self.write_step(table, queries, keys, values, softmax, turn, begin))
         self.next = [place + 1 for place in self.next]
@@ -159,6 +180,9 @@ class PagedLayer(RepeatingLayer):
 
         def view(queries: Tensor, softmax: Softmax) -> Tensor:
             rotated = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
+            if (index := self.choosing(step, max(pool.bounds))) is not None:
+                k, v = (x.unflatten(0, (B, Hkv)) for x in pool.gather(max(pool.counts)))
+                return index.attend(step, rotated, k, v, pool.counts, softmax)
             return self.attend_held(step, queries, rotated, softmax, alone)
 
         return view
@@ -200,7 +224,7 @@ class PagedLayer(RepeatingLayer):
 
     @property
     def repeats(self) -> bool:
-        return True
+        return self.index_keys is None  # they are appended, and chosen from, by the host
 
     def prepare_steps(self) -> None:
         if self.pool is not None:
@@ -236,6 +260,8 @@ class PagedLayer(RepeatingLayer):
 
     def follow(self, choice: Choice) -> None:
         """The chosen slots have moved to the front of their rows: what a layer notes of slots follows."""
+        if self.index_keys is not None:
+            self.index_keys.keep(self.kept_positions())
 
     # ---- state ----
 
@@ -250,6 +276,7 @@ class PagedLayer(RepeatingLayer):
     def beside_nbytes(self) -> int:
         """Bytes of what is held beside pages."""
         joined = 0 if self._joined is None else self._joined[1].nbytes
+        joined += 0 if self.index_keys is None else self.index_keys.nbytes()
         return joined + (0 if self.shift is None else self.shift.nbytes)
 
     def reserved_nbytes(self) -> int:

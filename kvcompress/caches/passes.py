@@ -38,6 +38,8 @@ class CachePass(Pass):
     the model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is. more:
     whether the rest of the prompt is to come in other passes; continues: whether some of it has come."""
 
+    chooses = True
+
     def __init__(
         self, facts: Facts, layers: Sequence[Any], counts: Sequence[int], columns: int,
         iteration: Iteration | None = None, *, more: bool = False, continues: bool = False,

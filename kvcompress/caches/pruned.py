@@ -119,6 +119,9 @@ class PrunedCache(CompressedCache):
         own = [layer.index for layer in self.compressing]
         self.policy.check_model(decoder, facts, own, type(self).__name__, "positions must be 'original'")
 
+    def check_indexer(self, top: int) -> str | None:
+        return None if self.policy.gap is None else f"positions must be 'original', got {self.policy.gap!r}"
+
     def check_images(self, call: Call) -> None:
         if self.policy.gap is not None:
             call.need_text("PrunedCache leaves tokens where they stand with positions='original' alone")

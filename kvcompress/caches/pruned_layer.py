@@ -61,6 +61,7 @@ class PrunedLayer(PagedLayer):
             self.count_votes(facts, [count > 0 for count in step.counts])
         elif not one and recent is not None:  # a new prompt finds no more than the budget
             self._compress(step, facts, slack=self._slack(step))
+        self.note_index(step)
         out = self.attend_one(step, queries, keys, values, softmax)
         view = None if out is not None else self.append(step, keys, values)
         self._count(step.counts)
@@ -100,6 +101,7 @@ class PrunedLayer(PagedLayer):
     def _read_prompt(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """The first call, or the last part of a prompt: plain attention over itself and the parts before; only what is
         chosen goes into pages."""
+        self.note_index(step)
         facts, counts, lengths = step.facts[self.index], step.counts, step.whole
         B, Hkv, S, D = keys.shape
         before = 0 if self.pool is None else max(self.pool.counts)  # one sequence's: no row lacks any
@@ -118,8 +120,13 @@ class PrunedLayer(PagedLayer):
         def rotated(x: Tensor) -> Tensor:
             return facts.query_rotary.rotate(x, positions, end, lengths)
 
+        def attention(rotated: Tensor, softmax: Softmax) -> Tensor:
+            if (index := self.choosing(step, end)) is not None:
+                return index.attend(step, rotated, k, values, self._per_row(seen), softmax)
+            return prompt_attention(rotated, k, values, seen, softmax)
+
         def view(x: Tensor, softmax: Softmax) -> Tensor:
-            return prompt_attention(rotated(x), k, values, seen, softmax)
+            return attention(rotated(x), softmax)
 
         if self.pool is None:
             self.open_pool(B * Hkv, D, k, lengths)
@@ -128,10 +135,10 @@ class PrunedLayer(PagedLayer):
         self.chooser.note(queries, step.entering, counts, step.guide_length)
         q, entering = rotated(queries), step.entering
         sums = None
-        if self.policy.pruner.uses_sums:
+        if self.policy.pruner.uses_sums and self.choosing(step, end) is None:
             out, sums = prompt_state(q, k, values, seen, softmax)
         else:
-            out = prompt_attention(q, k, values, seen, softmax)
+            out = attention(q, softmax)
 
         def after() -> None:
             guides = self._without_guide(step)
@@ -161,7 +168,11 @@ class PrunedLayer(PagedLayer):
     @property
     def repeats(self) -> bool:
         policy, recent = self.policy, self.chooser.recent
-        return policy.gap is None and (recent is None or (policy.every is None and policy.pruner.accumulates))
+        return (
+            super().repeats
+            and policy.gap is None
+            and (recent is None or (policy.every is None and policy.pruner.accumulates))
+        )
 
     def prepare_steps(self) -> None:
         super().prepare_steps()
@@ -398,6 +409,7 @@ class PrunedLayer(PagedLayer):
         self.keep(choice, anew)
 
     def follow(self, choice: Choice) -> None:
+        super().follow(choice)
         self.chooser.follow(choice)
 
     def _gathered(self, choice: Choice, keys: Tensor, values: Tensor, facts: LayerFacts | None) -> list[Tensor]:

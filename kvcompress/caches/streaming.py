@@ -388,6 +388,10 @@ class StreamingCache(CompressedCache):
         for layer in self.compressing if tokens > slots else ():
             facts[layer.index].check_relative(f"num_sink_tokens + window_size ({slots:,}) must hold all tokens")
 
+    def check_indexer(self, top: int) -> str | None:
+        slots = self.num_sink_tokens + self.window_size  # all of which an indexer then chooses
+        return None if slots <= top else f"num_sink_tokens + window_size must be at most {top:,}, got {slots:,}"
+
     def plan_prompt(self, length: int) -> Plan:
         if self.facts is not None:  # before anything is read of a prompt that is too long
             self._check_moving(self.facts, max(self.seen_lengths(), default=0) + length)

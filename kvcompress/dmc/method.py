@@ -213,6 +213,8 @@ def converted_layers(decoder: Any, facts: Facts) -> list[int]:
             )
         elif found.beside:
             reason = "adds positions to its products (ALiBi), of which merged tokens would have the average"
+        elif found.indexer is not None:
+            reason = "chooses the tokens that it attends to by an indexer"
         elif found.normed:
             reason = "norms its keys behind their rotation, which would norm an average again"
         elif found.kv_heads != heads:

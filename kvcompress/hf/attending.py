@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..softmax import Softmax
 from .facts import Facts
+from .indexing import Index, IndexTicket
 from .method import Call, Pass, PassCache, method_of
 
 
@@ -81,6 +82,16 @@ def attend(
             )
         current.entering = entering[:, None]
     facts = current.facts[layer]
+    ticket, indexer, current.index = options.get("indices"), facts.indexer, None
+    if indexer is not None:
+        if not current.chooses:
+            raise ValueError(
+                f"layer {layer} chooses tokens by an indexer: a PrunedCache, QuantizedCache or StreamingCache goes by "
+                "that, and nothing else"
+            )
+        if isinstance(ticket, IndexTicket):
+            queries, keys = indexer.framed(ticket.queries), indexer.framed(ticket.keys[:, None])
+            current.index = Index(indexer, queries, keys, ticket.weights)
     scale, sinks = options.get("scaling"), options.get("s_aux")
     softmax = Softmax(
         query.shape[3] ** -0.5 if scale is None else scale,

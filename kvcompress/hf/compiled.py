@@ -14,6 +14,7 @@ from ..ops.opaque import held, opaque_op
 from .argument import cache_of
 from .attending import attend, begun, hidden_of, wants_gradient
 from .encoders import STATES
+from .indexing import IndexTicket
 from .method import KEYWORD, PassCache, method_of
 from .now import THREAD
 
@@ -51,7 +52,10 @@ def attention(
     names = ("scaling", "softcap", "s_aux")
     scaling, softcap, sinks = (options.get(name) for name in names)
     dropout = float(options.get("dropout") or 0)
-    out: Tensor = _ATTEND(THREAD.now.handle, query, key, value, layer, scaling, softcap, sinks, dropout, entering)
+    ticket = options.get("indices")
+    index = (None, None, None) if ticket is None else (ticket.queries, ticket.keys, ticket.weights)
+    given = THREAD.now.handle, query, key, value, layer, scaling, softcap, sinks, dropout, entering
+    out: Tensor = _ATTEND(*given, *index)
     return out
 
 
@@ -80,9 +84,13 @@ def _begin(
 def _attend(
     cache: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int | None, scaling: float | None,
     softcap: float | None, sinks: Tensor | None, dropout: float, entering: Tensor | None,
+    index_queries: Tensor | None, index_keys: Tensor | None, index_weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
     now = THREAD.now
-    options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "dropout": dropout}
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "dropout": dropout}
+    if index_queries is not None and index_keys is not None and index_weights is not None:
+        options["indices"] = ticket = IndexTicket(layer, index_keys)
+        ticket.queries, ticket.weights = index_queries, index_weights
     assert now.current is not None
     try:
         return attend(now.current, layer, query, key, value, options, entering)
@@ -108,7 +116,8 @@ _BEGIN = opaque_op(
 )  # fmt: skip
 _ATTEND = opaque_op(
     "attend_pass(Tensor(a!) cache, Tensor query, Tensor key, Tensor value, int? layer, float? scaling, float? softcap, "
-    "Tensor? sinks, float dropout, Tensor? entering) -> Tensor",
+    "Tensor? sinks, float dropout, Tensor? entering, Tensor? index_queries, Tensor? index_keys, "
+    "Tensor? index_weights) -> Tensor",
     _attend,
     lambda cache, query, key, value, *_: value.new_empty(
         (query.shape[0], query.shape[2], query.shape[1], value.shape[3])

@@ -17,10 +17,11 @@ def _known(*names: str) -> tuple[type, ...]:
 
 
 EMPTY = _known("DummyLayer")  # hold nothing
-# those that hold keys, values and recurrent states, and nothing else
+# those that hold keys, values, recurrent states and index keys, and nothing else
 LAYERS = (
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *EMPTY,
-    *_known("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *EMPTY, *_known(
+        "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DynamicIndexedLayer"
+    ),
 )  # fmt: skip
 
 
@@ -74,7 +75,7 @@ def sizes_of(config: Any) -> dict[str, int | list[int]]:
 
 def cache_layers(config: Any) -> list[Any]:
     """The layers of a decoder's cache as transformers makes them. Raises ValueError, naming the layer, for one that
-    holds more than keys, values and recurrent states."""
+    holds more than keys, values, recurrent states and index keys."""
     layers = list(DynamicCache(config=config).layers)
     kinds = getattr(config, "layer_types", None) or ()
     for index, layer in enumerate(layers):
@@ -84,6 +85,11 @@ def cache_layers(config: Any) -> list[Any]:
                 f"layer {index} is {kind}, whose cache ({type(layer).__name__}) holds more than keys and values"
             )
     return layers
+
+
+def has_indexers(config: Any) -> bool:
+    """Whether layers of a decoder choose the tokens that they attend to by an indexer."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def recurs(layers: list[Any]) -> bool:

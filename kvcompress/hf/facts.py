@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..positions import NormedTables, RotaryTables
 from .alibi import AlibiTables
+from .indexing import Indexer
 from .places import Places, placed
 
 
@@ -24,7 +25,7 @@ class LayerFacts:
     rotation pairs i with i + half; None = as they are. window: keys that a query sees, itself included; chunk: a query
     sees those of its own chunk of so many positions; None = all. reads: the layer whose keys and values it attends to,
     None = its own. readers: layers that read this one's. rotates: whether positions turn anything. normed: a norm
-    follows the rotation.
+    follows the rotation. indexer: what chooses the tokens that a query sees, None = nothing does.
     """
 
     index: int
@@ -41,6 +42,7 @@ class LayerFacts:
     readers: tuple[int, ...] = ()
     rotates: bool = True
     normed: bool = False
+    indexer: Indexer | None = None
 
     @property
     def size(self) -> int:

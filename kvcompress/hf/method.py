@@ -13,6 +13,7 @@ from ..checks import refuse_misspelt
 from ..ops.opaque import Handled
 from ..softmax import Softmax
 from .facts import Facts
+from .indexing import Index
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,13 +63,16 @@ class Pass(ABC):
 
     wants_entering: whether it is to be told what enters each layer's attention. entering: [B, 1, T, n], that of the
     layer that attends, as queries of one head. ends_cache: whether the cache of its call is told when the decoder has
-    run; who opened the pass does else.
+    run; who opened the pass does else. chooses: whether it goes by layers' indexers. index: that of the layer that
+    attends, None = it has none.
     """
 
     facts: Facts
     ends_cache: bool = True
     wants_entering: bool = False
     entering: Tensor | None = None
+    chooses: bool = False
+    index: Index | None = None
 
     @abstractmethod
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache
 
+from .indexing import IndexTicket
 from .method import Pass
 from .probe import Probe
 
@@ -61,6 +62,7 @@ class NotedCache(DynamicCache):
 
     def __init__(self, config: Any, *, keeps: bool, note: Callable[[int], None] | None = None) -> None:
         super().__init__(config=config)
+        self._index_size = getattr(config, "index_head_dim", None)
         self._keeps, self._note, self._began, self.asked = keeps, note, False, False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -75,3 +77,11 @@ class NotedCache(DynamicCache):
         if not self._keeps:
             return key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self._keeps:
+            return super().update_indexer(indexer_key_states, layer_idx, *args, **kwargs)
+        ticket = IndexTicket(layer_idx, indexer_key_states)
+        if indexer_key_states.shape[2:] != (self._index_size,):  # several things in one, or what is no key of a token
+            raise ticket.odd
+        return ticket

@@ -18,6 +18,8 @@ from .seam import evaluating
 class _SeenPass(Pass):
     """Gives every layer numbers of its own as its attention's result."""
 
+    chooses = True
+
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.given: dict[int, Tensor] = {}

@@ -212,9 +212,16 @@ class _ConfigBefore:
 
 
 class NoMask:
-    """What the decoders of these families get for a mask in a pass of ours, and hand to their attention modules."""
+    """What the decoders of these families get for a mask in a pass of ours, and hand to their attention modules; those
+    with indexers, whose scores it leaves as they are, too."""
 
-    ndim = 0
+    ndim, dtype = 0, None
+
+    def __getitem__(self, index: Any) -> NoMask:
+        return self
+
+    def __radd__(self, scores: Tensor) -> Tensor:
+        return scores
 
     def to(self, *args: Any, **given: Any) -> NoMask:
         return self

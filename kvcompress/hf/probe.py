@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..positions import NormedTables, RotaryTables, Unrotated, parts
 from .alibi import AlibiTables
 from .facts import Facts, LayerFacts
+from .indexing import Indexer, IndexTicket
 
 TOKENS, BITS, CALL_BITS = 8, 10, 4  # tokens, bits of a column of cosines, bits of a call of a rotary embedding
 ROWS = 3 + BITS + CALL_BITS
@@ -33,12 +34,15 @@ _OWN_MASK = (
 
 
 class MaskTicket:
-    """Stands for the mask of a layer while the probe runs. sees: transformers' mask function."""
+    """Stands for the mask of a layer while the probe runs. sees: transformers' mask function. indexed: whether indexers
+    look at it, which hide from their scores what it hides."""
 
     ndim = 4
 
-    def __init__(self, sees: Any) -> None:
+    def __init__(self, sees: Any, *, indexed: bool = False) -> None:
         self._sees = sees
+        if indexed:
+            self.dtype = None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(_OWN_MASK)
@@ -130,6 +134,7 @@ class Probe:
         for index, module, q, k, v, mask, kwargs, norms in self._seen:
             if not isinstance(index, int):
                 raise ValueError(f"{type(module).__name__} attends without saying which layer it is")
+            ticket = kwargs.pop("indices", None)
             odd = [name for name, x in kwargs.items() if name not in KNOWN and x is not None and x is not False]
             if odd:
                 raise ValueError(f"layer {index} attends by {', '.join(odd)}, which no compressed cache knows")
@@ -146,7 +151,7 @@ class Probe:
             try:
                 biased = kwargs.get("alibi_slopes")
                 alibi = None if biased is None else AlibiTables(biased() / kwargs["scaling"])
-                found[index] = self._layer(index, q, k, v, mask, owners, shared, norms, tolerance, alibi)
+                found[index] = self._layer(index, q, k, v, mask, owners, shared, norms, tolerance, alibi, ticket)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
             owners.setdefault(id(k), index)
@@ -165,12 +170,14 @@ class Probe:
     def _layer(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, owners: dict[int, int],
         shared: dict[Any, RotaryTables], norms: list[tuple[nn.Module, Tensor]], tolerance: float,
-        alibi: AlibiTables | None,
+        alibi: AlibiTables | None, ticket: IndexTicket | None,
     ) -> LayerFacts:  # fmt: skip
         window, chunk = (None, None) if mask is None else mask.reach()
         turns = [_Turns(x) for x in (q, k)]
         if not turns[0].alike(turns[1]):
             raise ValueError("its queries rotate by other pairs of coordinates than its keys")
+        if ticket is not None and (window is not None or chunk is not None or id(k) in owners):
+            raise ValueError("its indexer chooses from a window, or from the keys of another layer")
         order: Tensor | None = None
         q_table: RotaryTables = Unrotated()
         k_table = q_table
@@ -189,15 +196,27 @@ class Probe:
         facts = LayerFacts(
             index, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q_table, k_table, order, window, chunk,
             owners.get(id(k)), rotates=bool(turns[0].pairs) or alibi is not None, normed=type(k_table) is NormedTables,
+            indexer=None if ticket is None else self._indexer(ticket, turns[0]),
         )  # fmt: skip
         at = self.positions.to(q.device, torch.int32)[None]
-        for x, table in ((q, q_table), (k, k_table)) if alibi is None else ():
-            x = facts.framed(x)
+        rotated = [(facts.framed(q), q_table), (facts.framed(k), k_table)] if alibi is None else []
+        if ticket is not None and (indexer := facts.indexer) is not None and indexer.rotates:
+            rotated += [(indexer.framed(x), k_table) for x in (ticket.queries, ticket.keys[:, None])]
+        for x, table in rotated:
             ours, own = table.rotate(x[:1], at, int(at.max()) + 1, [int(at.max()) + 1]), x[-1:]
             # `not <` so that NaN is no answer
             if not (ours.float() - own.float()).norm() <= tolerance * own.float().norm():
                 raise ValueError("no rotation of pairs of coordinates explains its queries or keys")
         return facts
+
+    @staticmethod
+    def _indexer(ticket: IndexTicket, own: _Turns) -> Indexer:
+        """own: how the queries and keys of the same layer turn."""
+        turns = _Turns(ticket.queries)
+        same = (turns.call, turns.columns) == (own.call, own.columns)
+        if not turns.alike(_Turns(ticket.keys[:, None])) or (turns.pairs and not same):
+            raise ValueError("its indexer rotates by other frequencies than its attention")
+        return Indexer(ticket.top, turns.order, bool(turns.pairs))
 
     @staticmethod
     def _normed(tables: RotaryTables, x: Tensor, norms: list[tuple[nn.Module, Tensor]]) -> RotaryTables:

@@ -48,6 +48,8 @@ class LayerMade(NamedTuple):
 
 
 class _MarkedPass(Pass):
+    chooses = True
+
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -81,10 +83,14 @@ def out_dim(module: nn.Module) -> int:
 
 def attention_linears(decoder: nn.Module) -> dict[int, list[tuple[str, Any]]]:
     """The linear layers in the innermost modules that know the number of their layer, by that number."""
-    owners = [(name, module) for name, module in decoder.named_modules() if type(number_of(module)) is int]
+
+    def knows(module: nn.Module) -> bool:  # an indexer is a part of its attention
+        return type(number_of(module)) is int and not hasattr(module, "index_topk")
+
+    owners = [(name, module) for name, module in decoder.named_modules() if knows(module)]
     found: dict[int, list[tuple[str, Any]]] = {}
     for name, module in owners:
-        if not any(inner is not module and type(number_of(inner)) is int for inner in module.modules()):
+        if not any(inner is not module and knows(inner) for inner in module.modules()):
             found.setdefault(number_of(module), []).extend(linear_layers(module, f"{name}."))
     return found
 

@@ -33,8 +33,10 @@ from . import compiled
 from .answering import answer
 from .argument import CACHE, cache_of
 from .attending import begun, checked_call, hidden_of
+from .config import has_indexers
 from .encoders import STATES, beside_encoder
 from .facts import Facts
+from .indexing import shown
 from .method import KEYWORD, Pass, PassCache, method_of
 from .now import THREAD
 from .own_attention import NoMask, OwnForward, needs_no_mask, own_forward
@@ -199,6 +201,8 @@ def _register(name: str) -> None:
         layer, ours = answer(module, query, key, value, attention_mask, kwargs)
         if ours is not None:
             return ours, None
+        if name in ("eager", "sdpa") and kwargs.get("indices") is not None:  # such families look for these names
+            attention_mask = shown(attention_mask, kwargs.pop("indices"), key.shape[2], query.dtype)
         out = _before(module, name)(module, query, key, value, attention_mask, **kwargs)
         if (watcher := THREAD.now.watcher) is not None:
             watcher(layer, out[0])
@@ -209,13 +213,13 @@ def _register(name: str) -> None:
         if now.ours and needs_no_mask(kwargs.get("config")):
             return NoMask()
         if now.probe is not None:
-            return MaskTicket(kwargs["mask_function"])
+            return MaskTicket(kwargs["mask_function"], indexed=has_indexers(kwargs.get("config")))
         across = kwargs.get("mask_function") is bidirectional_mask_function  # to an encoder's keys
         if now.outer is None and (across or not now.ours):
             return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
         if now.outer is not None:
             _check_causal(now.outer, kwargs)
-        return None
+        return NoMask() if has_indexers(kwargs.get("config")) else None
 
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(PREFIX + name, mask)

@@ -12,6 +12,7 @@ from ..softmax import Softmax
 from .argument import CACHE
 from .encoders import beside_encoder, silent_encoder
 from .facts import Facts
+from .indexing import attend_chosen
 from .method import KEYWORD, Pass
 from .now import THREAD, NotedCache
 from .seam import evaluating
@@ -24,6 +25,8 @@ class WholePass(Pass):
     model's, so that each layer is compared on the very numbers that it had there: over 30 layers the roundings of 16
     bits add up to more than a wrong rotation may cost. dense: by layer, [B, T, Hq, value dim]."""
 
+    chooses = True
+
     def __init__(self, facts: Facts, dense: dict[int, Tensor]) -> None:
         self.facts, self.dense = facts, dense
         self.out: dict[int, Tensor] = {}
@@ -35,12 +38,17 @@ class WholePass(Pass):
         if facts.reads is None:
             self._held[layer] = facts.key_rotary.rotate(keys, None, T, [T] * keys.shape[0]), values
         k, v = self._held[layer if facts.reads is None else facts.reads]
-        size = facts.chunk or T
-        parts = [
-            ops.attention(q[:, :, a : a + size], k[:, :, a : a + size], v[:, :, a : a + size], window=facts.window,
-                          **softmax.options)[0]
-            for a in range(0, T, size)
-        ]  # fmt: skip
+        if self.index is not None:  # B = 1
+            index = self.index.rotated(facts, None, T, [T])
+            asked, top = (index.queries[0], index.weights[0], index.keys[0, 0]), index.indexer.top
+            parts = [attend_chosen(q[0], k[0], v[0], [T] * k.shape[1], asked, top, softmax)[None]]
+        else:
+            size = facts.chunk or T
+            parts = [
+                ops.attention(q[:, :, a : a + size], k[:, :, a : a + size], v[:, :, a : a + size], window=facts.window,
+                              **softmax.options)[0]
+                for a in range(0, T, size)
+            ]  # fmt: skip
         self.out[layer] = torch.cat(parts, 2)[..., : facts.value_dim].transpose(1, 2)
         return facts.padded(self.dense[layer].transpose(1, 2))
 

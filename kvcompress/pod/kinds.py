@@ -26,6 +26,10 @@ def kinds_of(decoder: Any, facts: Facts) -> Kinds:
             raise ValueError(
                 f"{name} is not supported by PoD: its layers read the keys of others already (layer {layer})"
             )
+        if own.indexer is not None:
+            raise ValueError(
+                f"{name} is not supported by PoD: layer {layer} chooses the tokens that it attends to by an indexer"
+            )
         lowest = next(facts[first] for first in [*[k for k in kinds if k is not None], layer])
         if (own.query_heads, own.kv_heads) != (lowest.query_heads, lowest.kv_heads):
             raise ValueError(

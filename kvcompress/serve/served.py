@@ -62,6 +62,8 @@ def check_served(cache: CompressedCache, facts: Facts, method: Method | None) ->
             )
     if not facts.hands_states:
         raise ValueError("model must hand its recurrent states to a cache to be served: this one keeps them itself")
+    if any(own.indexer is not None for own in facts.values()):
+        raise ValueError("model must attend to all tokens to be served: layers of this one choose some by an indexer")
     if not facts.takes_positions or facts.asks_length:
         raise ValueError("model must take position_ids to be served: this one counts its tokens by itself")
     sizes = {facts[layer.index].size for layer in paged_layers(cache)}

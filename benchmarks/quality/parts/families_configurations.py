@@ -25,6 +25,7 @@ MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
+INDEXED = MLA | {"index_n_heads": 16}  # of 2 both are often 0, and which of such tokens is chosen is open
 WINDOW = 12
 
 
@@ -167,9 +168,9 @@ def _latent() -> Iterator[Configuration]:
         "num_layers": 2, "ffn_hidden_size": 96, "moe_topk": 2, "zero_expert_num": 2,
         "expert_ffn_hidden_size": 32})  # fmt: skip
     for kind in names("axk2 deepseek_v32 glm_moe_dsa hy_v4"):
-        yield Configuration(kind, kind, MLA | {"first_k_dense_replace": 1})
+        yield Configuration(kind, kind, INDEXED | {"first_k_dense_replace": 1})
     yield Configuration("deepseek_v4", "deepseek_v4", {"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16})
-    yield Configuration("dots3_note_text", "dots3_note_text", MLA)
+    yield Configuration("dots3_note_text", "dots3_note_text", INDEXED)
     yield Configuration("minimax_m3_vl_text", "minimax_m3_vl_text")
     yield Configuration("minimax_m3_vl_text/sparse", "minimax_m3_vl_text", {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 4, "index_topk_blocks": 2,
@@ -334,7 +335,8 @@ def _multimodal() -> Iterator[Configuration]:
                             "mlp_layer_types": ["dense", "sparse"],
                             "rope_parameters": sections | {"mrope_section": [3, 3, 2]}},
         "gemma4": SLIDING | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
-        "kimi_k25": MLA, "mistral_large4": MLA, "glm5_next": layers("linear_attention", "indexed_attention") | MLA | {
+        "kimi_k25": MLA, "mistral_large4": INDEXED,
+        "glm5_next": layers("linear_attention", "indexed_attention") | MLA | {
             "qk_rope_head_dim": 0, "head_dim": 0, "indexer_types": ["full"] * 4,
             "mlp_layer_types": ["dense", *["sparse"] * 3]},
         "lfm2_vl": layers("conv", "full_attention"),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -119,8 +118,7 @@ class CompressedScheduler(Scheduler):
         decoding = set(engine.decoding)
         self.running.sort(key=lambda request: request.request_id not in decoding)
         engine.waiting = bool(self.waiting)
-        if self.policy == SchedulingPolicy.FCFS:
-            self._order()
+        self._order()
         self._scheduling = True
         try:
             self.max_num_scheduled_tokens = self._most_tokens(budget)

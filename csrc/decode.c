@@ -16,7 +16,10 @@
 
 enum {
     FEW = 8,
-    PIECE = 512 /* keys per piece for FEW queries; more queries take longer pieces, so that partial results stay small */
+    LEAST = 512, /* keys per piece for FEW queries; more queries take longer pieces, so that partial results stay small */
+    PIECE = 2048, /* at most: memory waits where pieces meet, so a row that has MANY gets longer ones */
+    MANY = 16,
+    BLOCKS = PIECE / KVC_MIXED
 };
 
 /* Scratch: first [R + 1], the pieces before each row; then for every piece and query max, norm and sums [D]. */
@@ -26,7 +29,7 @@ typedef struct {
     page_rows keys, values;
     int64_t rows, queries; /* G*S queries per row */
     int64_t capacity;      /* keys that a row can hold */
-    int64_t piece;         /* keys per piece */
+    int64_t piece;         /* keys per piece of a short row */
     int64_t state_floats;  /* of one piece: a multiple of a cache line, so that no two items share one */
     int64_t *first;
     float *states;
@@ -52,7 +55,7 @@ static decode_job job_of(const kvc_decode_args *args) {
         job.values.count = args->value_pages, job.values.blocks = args->value_blocks;
     }
     job.capacity = args->block_table ? min_of(job.keys.blocks, job.values.blocks) * args->P : args->P;
-    job.piece = args->probabilities ? PIECE : PIECE * max_of(ceil_div(job.queries, FEW), 1);
+    job.piece = args->probabilities ? LEAST : LEAST * max_of(ceil_div(job.queries, FEW), 1);
     job.state_floats = ceil_div(job.queries * (args->D + 2), 16) * 16;
     job.first = args->scratch;
     job.states = args->scratch ? (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16 : NULL;
@@ -94,6 +97,12 @@ static int64_t end_for(const decode_job *job, int64_t row, int64_t i) {
 
 static int64_t begin_of(const decode_job *job, int64_t row) {
     return job->args->begin ? job->args->begin[row] : 0;
+}
+
+/* Keys per piece of a row. */
+static int64_t piece_of(const decode_job *job, int64_t row) {
+    const int64_t most = ceil_div(job->args->end[row] - begin_of(job, row), MANY * job->piece);
+    return job->piece * max_of(min_of(most, PIECE / LEAST), 1);
 }
 
 /* The first keys before begin that are seen: [0, front). */
@@ -192,19 +201,14 @@ static void code_logits(const decode_job *job, int64_t row, int64_t t, int64_t n
     }
 }
 
-/* As add_values, of weights that are times the values' scales. */
-static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, const float *weights, int64_t count,
-                      float *sums) {
+/* As add_values, of weights in words; units: of each KVC_MIXED of a query's. */
+static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, const int16_t *words, const float *units,
+                      int64_t count, float *sums) {
     const int64_t D = job->args->D, bound = bound_of(job, row, t);
     const kvc_codes kind = value_codes(job->args->rows.format);
-    _Alignas(64) int16_t words[FEW * KVC_MIXED];
     _Alignas(64) int32_t products[FEW * KVC_MAX_HEAD_DIM];
-    float units[FEW];
-    for (int64_t first = 0; first < n; first += KVC_MIXED) {
+    for (int64_t first = 0; first < n; first += KVC_MIXED, units++) {
         const int64_t some = min_of(KVC_MIXED, n - first);
-        for (int64_t i = 0; i < count; i++) {
-            units[i] = quantize_words(job->simd, words + i * KVC_MIXED, weights + i * PIECE + first, 32767.0f, some);
-        }
         memset(products, 0, (size_t)(count * D) * sizeof(int32_t));
         int64_t run;
         for (int64_t done = 0; done < some; done += run) {
@@ -213,9 +217,9 @@ static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, 
             /* of the piece's own values what the next call reads, which comes by soon */
             const char *next = far < n ? next_at(&job->values, row, t + far, KVC_MIXED, bound)
                                        : next_at(&job->keys, row, t + far, PIECE, bound);
-            job->simd->code_mix[kind](products, D, words + done, KVC_MIXED, v, run, count, next);
+            job->simd->code_mix[kind](products, D, words + first + done, PIECE, v, run, count, next);
         }
-        for (int64_t i = 0; i < count; i++) job->simd->code_sums(sums + i * D, products + i * D, units[i], D);
+        for (int64_t i = 0; i < count; i++) job->simd->code_sums(sums + i * D, products + i * D, units[i * BLOCKS], D);
     }
 }
 
@@ -236,10 +240,10 @@ static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t 
                          const decode_state *state) {
     const kvc_decode_args *args = job->args;
     const int64_t D = args->D, G = args->Hq / args->Hkv;
-    _Alignas(64) int16_t q[FEW * KVC_MAX_HEAD_DIM];
+    _Alignas(64) int16_t q[FEW * KVC_MAX_HEAD_DIM], words[FEW * PIECE];
     _Alignas(64) float weights[FEW * PIECE];
     float *max = state->max + first, *norm = state->norm + first, *sums = state->sums + first * D;
-    float factors[FEW], scales[PIECE];
+    float factors[FEW], scales[PIECE], units[FEW * BLOCKS];
     for (int64_t i = 0; i < count; i++) {
         float query[KVC_MAX_HEAD_DIM];
         const int64_t h = row % args->Hkv * G + (first + i) / args->S;
@@ -254,13 +258,14 @@ static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t 
         const int capped = args->softcap > 0.0f;
         fetch_values(job, row, t, n, 2 * i);
         if (capped) job->simd->softcap(x, seen, scale, args->softcap, NULL);
-        job->simd->softmax(x, 1, PIECE, seen, n, capped ? 1.0f : scale, max + i, norm + i);
+        job->simd->softmax(x, 1, PIECE, seen, seen, capped ? 1.0f : scale, max + i, norm + i);
         fetch_values(job, row, t, n, 2 * i + 1);
         if (args->probabilities) memcpy(probabilities_at(job, row, first + i, t), x, (size_t)n * sizeof(float));
-        job->simd->multiply(x, scales, seen); /* a value that is not seen has weight 0, whatever its scale */
+        /* a value that is not seen has weight 0, whatever its scale */
+        job->simd->code_weights(words + i * PIECE, units + i * BLOCKS, x, scales, seen, n);
     }
     memset(sums, 0, (size_t)(count * D) * sizeof(float));
-    add_codes(job, row, t, n, weights, count, sums);
+    add_codes(job, row, t, n, words, units, count, sums);
 }
 
 /* ---- many queries ---- */
@@ -346,10 +351,10 @@ static void attend_range(int64_t begin, int64_t end, void *context) {
     }
     for (int64_t item = begin; item < end; item++) {
         while (job->first[row + 1] <= item) row++;
-        const int64_t front_pieces = ceil_div(front_of(job, row), job->piece), number = item - job->first[row];
-        const int64_t t = number < front_pieces ? number * job->piece
-                                                : begin_of(job, row) + (number - front_pieces) * job->piece;
-        const int64_t last = min_of(t + job->piece, bound_of(job, row, t));
+        const int64_t piece = piece_of(job, row), front_pieces = ceil_div(front_of(job, row), piece);
+        const int64_t number = item - job->first[row];
+        const int64_t t = number < front_pieces ? number * piece : begin_of(job, row) + (number - front_pieces) * piece;
+        const int64_t last = min_of(t + piece, bound_of(job, row, t));
         const decode_state state = state_at(job, item);
         if (job->queries <= FEW || job->args->probabilities) {
             for (int64_t i = 0; i < job->queries; i += FEW) {
@@ -365,9 +370,9 @@ static void attend_range(int64_t begin, int64_t end, void *context) {
 
 /* A query's weights, each relative to its piece's maximum, as probabilities. */
 static void normalize(const decode_job *job, int64_t row, int64_t i, float max, float norm) {
-    const int64_t end = job->args->end[row];
+    const int64_t end = job->args->end[row], length = piece_of(job, row);
     for (int64_t piece = job->first[row]; piece < job->first[row + 1]; piece++) {
-        const int64_t t = begin_of(job, row) + (piece - job->first[row]) * job->piece, n = min_of(job->piece, end - t);
+        const int64_t t = begin_of(job, row) + (piece - job->first[row]) * length, n = min_of(length, end - t);
         const float own = state_at(job, piece).max[i], factor = own == -INFINITY ? 0.0f : expf(own - max) / norm;
         float *x = probabilities_at(job, row, i, t);
         for (int64_t j = 0; j < n; j++) x[j] *= factor;
@@ -383,13 +388,15 @@ static void finish_range(int64_t begin, int64_t end, void *context) {
         const int64_t row = item / job->queries, i = item % job->queries;
         float sums[KVC_MAX_HEAD_DIM] = {0}, max = -INFINITY, norm = 0.0f;
         for (int64_t piece = job->first[row]; piece < job->first[row + 1]; piece++) {
+            const float other = state_at(job, piece).max[i];
+            max = other > max ? other : max;
+        }
+        for (int64_t piece = job->first[row]; piece < job->first[row + 1]; piece++) {
             const decode_state state = state_at(job, piece);
-            const float other = state.max[i], most = other > max ? other : max;
             if (state.norm[i] == 0.0f) continue; /* it saw nothing, or logits of -inf only */
-            const float base = most == -INFINITY ? 0.0f : most, old = expf(max - base), new = expf(other - base);
-            norm = norm * old + state.norm[i] * new;
-            for (int64_t d = 0; d < D; d++) sums[d] = sums[d] * old + state.sums[i * D + d] * new;
-            max = most;
+            const float weight = expf(state.max[i] - (max == -INFINITY ? 0.0f : max));
+            norm += state.norm[i] * weight;
+            job->simd->weighted_sum(sums, &weight, state.sums + i * D, D, 1, D);
         }
         const float keep = join_sink(sink_of(args->sink_logits, item / args->S % args->Hq), &max, &norm);
         for (int64_t d = 0; d < D; d++) sums[d] = norm == 0.0f ? 0.0f : sums[d] * keep / norm;
@@ -432,7 +439,8 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     job.first[0] = 0;
     for (int64_t row = 0; row < job.rows; row++) {
         const int64_t front = front_of(&job, row), rest = max_of(args->end[row] - begin_of(&job, row), 0);
-        job.first[row + 1] = job.first[row] + ceil_div(front, job.piece) + ceil_div(rest, job.piece);
+        const int64_t piece = piece_of(&job, row);
+        job.first[row + 1] = job.first[row] + ceil_div(front, piece) + ceil_div(rest, piece);
         slots += front + rest;
     }
     const int64_t pieces = job.first[job.rows], results = job.rows * job.queries, numbers = job.queries * args->D;

@@ -324,8 +324,8 @@ enum { KVC_MIXED = 128 }; /* keys whose weights are integers of one unit */
  * a value's in its weight. A query becomes multiples of max_d |q_d| / 32639, so that a logit before softcap is off by
  *     |scale| * max_d |q_d| / 65278 * sum_d |k_d|
  * at most beside the roundings of float32; of KVC_MIXED keys the weights exp(x_t - lse) * value scale become multiples of
- * 1/32767 of the largest w of them, which leaves KVC_MIXED * w * m / 65534 at most of out (m = 127 or 7 as in kvc_quantize):
- * 0.2 % of the largest of their values' shares. More queries multiply float32 numbers. On CUDA codes are
+ * 1/32767 of the largest w of them (2^-100 at least), which leaves KVC_MIXED * w * m / 65534 at most of out (m = 127 or 7 as
+ * in kvc_quantize): 0.2 % of the largest of their values' shares. More queries multiply float32 numbers. On CUDA codes are
  * numbers, and queries of 16 bits have weights times value scales of 8 bits: off by 1/256 of each at most. A scale that is
  * NaN makes NaN of the queries that see its key.
  * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with KVC_FORMAT_K8V4, sinks < 0, or probabilities with S > 1 or sinks;

@@ -62,6 +62,9 @@ typedef struct {
      * code_dots: as dots of integers, k KVC_INT8; |q| <= KVC_MOST_WORD, D <= KVC_MAX_HEAD_DIM.
      * code_mix: as mix of integers, v indexed by kvc_codes; 0 <= w < 2^15, keys <= KVC_MIXED.
      * code_logits: x[i] = c[i] * scales[i], c what code_dots left where x is, i < n.
+     * code_weights: of each KVC_MIXED of x[i] * scales[i] >= 0, i < n, a unit, 1/32767 of the largest or of 2^-100, NaN where
+     *     one is not finite, and in words how many units each is, rounded to nearest even; words[i] = 0 for n <= i < width and
+     *     up to a multiple of KVC_MIXED.
      * code_sums: y[i] += scale * x[i], i < n. */
     float (*largest)(const float *x, int64_t n);
     void (*quantize)(int16_t *codes, const float *x, float scale, float most, int64_t n);
@@ -71,6 +74,7 @@ typedef struct {
     void (*code_mix[2])(int32_t *y, int64_t D, const int16_t *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
                         const void *next);
     void (*code_logits)(void *x, const float *scales, int64_t n);
+    void (*code_weights)(int16_t *words, float *units, const float *x, const float *scales, int64_t n, int64_t width);
     void (*code_sums)(float *y, const int32_t *x, float scale, int64_t n);
 
     /* Blocks [keys, KVC_TILE] whose columns are lanes, one query each: row i is key t + i.

@@ -243,6 +243,28 @@ static inline vec vec_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c)
 static inline vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec vec_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec vec_less(vec a, vec b, vec x, vec y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+/* As integers: NaN has more bits than any number. */
+static inline vec vec_most(vec a, vec b) {
+    const __m256i size = _mm256_and_si256(_mm256_castps_si256(b), _mm256_set1_epi32(0x7fffffff));
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), size));
+}
+static inline float vec_largest(vec x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1))));
+}
+static inline void vec_words(int16_t *p, int64_t n, vec x) {
+    const __m256i whole = _mm256_cvtps_epi32(x);
+    const __m128i found = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    if (n >= 8) {
+        _mm_storeu_si128((__m128i *)p, found);
+    } else {
+        int16_t rest[8];
+        _mm_storeu_si128((__m128i *)rest, found);
+        memcpy(p, rest, (size_t)n * sizeof *rest);
+    }
+}
 static inline vec vec_ints(const int32_t *p) {
     return _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p));
 }
@@ -347,8 +369,6 @@ const kvc_simd kvc_simd_avx2 = {
     .weighted_max = weighted_max,
     .divergence = divergence,
     .dots = {dots_f32, dots_bf16, dots_f16},
-    .largest = largest,
-    .quantize = quantize,
     .dequantize = {dequantize_int8, dequantize_int4},
     .code_dots = code_dots,
     .code_mix = {code_mix_int8, code_mix_int4},

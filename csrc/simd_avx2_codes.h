@@ -1,31 +1,4 @@
 /* Codes of 8 and 4 bits with AVX2, and what simd_codes.h is written over; a part of simd_avx2.c. */
-static float largest(const float *x, int64_t n) {
-    __m256i most = _mm256_setzero_si256(); /* as integers: NaN has more bits than any number */
-    for (int64_t i = 0; i < n; i += 8) {
-        const __m256i bits = _mm256_castps_si256(_mm256_maskload_ps(x + i, lanes(n - i)));
-        most = _mm256_max_epi32(most, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
-    }
-    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1))));
-}
-
-static void quantize(int16_t *codes, const float *x, float scale, float most, int64_t n) {
-    const __m256 scales = _mm256_set1_ps(scale), high = _mm256_set1_ps(most), low = _mm256_set1_ps(-most);
-    for (int64_t i = 0; i < n; i += 8) {
-        const __m256 value = _mm256_div_ps(_mm256_maskload_ps(x + i, lanes(n - i)), scales);
-        const __m256i code = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(value, high), low));
-        const __m128i found = _mm_packs_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
-        if (n - i >= 8) {
-            _mm_storeu_si128((__m128i *)(codes + i), found);
-        } else {
-            int16_t rest[8];
-            _mm_storeu_si128((__m128i *)rest, found);
-            memcpy(codes + i, rest, (size_t)(n - i) * sizeof *rest);
-        }
-    }
-}
-
 /* 8 bytes, or the first n of them and zeros. */
 static inline __m128i eight_bytes(const char *p, int64_t n) {
     if (n >= 8) return _mm_loadl_epi64((const __m128i *)p);

@@ -127,8 +127,9 @@ static inline __m512 exp_of(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P3));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P4));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P5));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r);
-    return _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), k);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, k);
 }
 
 /* The largest (sum) of 16 lanes in every lane: no detour through a scalar, whose latency a short row would feel. */
@@ -180,15 +181,21 @@ static inline void softmax_tile(float *x, int64_t rows, int64_t stride, float sc
 }
 
 static void softmax_row(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
-    const __m512 lowest = _mm512_set1_ps(-INFINITY), scales = _mm512_set1_ps(scale);
-    __m512 most = lowest, total = _mm512_setzero_ps();
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 mask = lanes(n - i);
-        const __m512 value = _mm512_mul_ps(scales, _mm512_maskz_loadu_ps(mask, x + i));
-        most = _mm512_mask_max_ps(most, mask, most, value);
-    }
+    const __m512 scales = _mm512_set1_ps(scale);
+    const int64_t whole = n / 16 * 16;
+    const __mmask16 rest = lanes(n - whole);
+    __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < whole; i += 16) most = _mm512_max_ps(most, _mm512_mul_ps(scales, _mm512_loadu_ps(x + i)));
+    most = _mm512_mask_max_ps(most, rest, most, _mm512_mul_ps(scales, _mm512_maskz_loadu_ps(rest, x + whole)));
     const __m512 largest = largest_of(most), base = base_of(largest);
-    for (int64_t i = 0; i < width; i += 16) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < whole; i += 16) {
+        const __m512 e = exp_of(_mm512_sub_ps(_mm512_mul_ps(scales, _mm512_loadu_ps(x + i)), base));
+        total = _mm512_add_ps(total, e);
+        _mm512_storeu_ps(x + i, e);
+    }
+    for (int64_t i = whole; i < width; i += 16) {
         const __mmask16 mask = lanes(n - i);
         const __m512 value = _mm512_sub_ps(_mm512_mul_ps(scales, _mm512_maskz_loadu_ps(mask, x + i)), base);
         const __m512 e = _mm512_maskz_mov_ps(mask, exp_of(value));
@@ -275,6 +282,19 @@ static inline vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec vec_div(vec a, vec b) { return _mm512_div_ps(a, b); }
 static inline vec vec_less(vec a, vec b, vec x, vec y) {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
+/* As integers: NaN has more bits than any number. */
+static inline vec vec_most(vec a, vec b) {
+    const __m512i size = _mm512_and_si512(_mm512_castps_si512(b), _mm512_set1_epi32(0x7fffffff));
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), size));
+}
+static inline float vec_largest(vec x) {
+    return _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32(_mm512_reduce_max_epi32(_mm512_castps_si512(x)))));
+}
+static inline void vec_words(int16_t *p, int64_t n, vec x) {
+    const __m256i found = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x));
+    if (n >= 16) _mm256_storeu_si256((__m256i *)p, found);
+    else _mm256_mask_storeu_epi16(p, lanes(n), found);
 }
 static inline vec vec_ints(const int32_t *p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 static inline vec vec_exp(vec x) { return exp_of(x); }
@@ -427,7 +447,7 @@ WITH_BF16 static void dots_pairs(float *c, int64_t ldc, const float *q, int64_t 
 #define AVX512_COMMON                                                                                            \
     .load = {load_f32, load_bf16, load_f16}, .store = {store_f32, store_bf16, store_f16},                         \
     .transpose = transpose, .softmax = softmax, .exp_difference = exp_difference, .weighted_sum = weighted_sum, \
-    .weighted_max = weighted_max, .divergence = divergence, .largest = largest, .quantize = quantize,            \
+    .weighted_max = weighted_max, .divergence = divergence,                                                      \
     .dequantize = {dequantize_int8, dequantize_int4}, KVC_SIMD_BLOCKS,      \
     KVC_SIMD_ROTATE, KVC_SIMD_SCAN
 

@@ -1,26 +1,4 @@
 /* Codes of 8 and 4 bits with AVX-512, and what simd_codes.h is written over; a part of simd_avx512.c. */
-static float largest(const float *x, int64_t n) {
-    __m512i most = _mm512_setzero_si512(); /* as integers: NaN has more bits than any number */
-    for (int64_t i = 0; i < n; i += 16) {
-        const __m512i bits = _mm512_maskz_loadu_epi32(lanes(n - i), x + i);
-        most = _mm512_max_epi32(most, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
-    }
-    const int32_t found = _mm512_reduce_max_epi32(most);
-    float value;
-    memcpy(&value, &found, sizeof value);
-    return value;
-}
-
-static void quantize(int16_t *codes, const float *x, float scale, float most, int64_t n) {
-    const __m512 scales = _mm512_set1_ps(scale), high = _mm512_set1_ps(most), low = _mm512_set1_ps(-most);
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 mask = lanes(n - i);
-        const __m512 value = _mm512_div_ps(_mm512_maskz_loadu_ps(mask, x + i), scales);
-        const __m512i code = _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(value, high), low));
-        _mm256_mask_storeu_epi16(codes + i, mask, _mm512_cvtepi32_epi16(code));
-    }
-}
-
 static void dequantize_int8(float *dst, const void *codes, float scale, int64_t n) {
     const __m512 scales = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < n; i += 16) {
@@ -108,7 +86,7 @@ CODES_TARGET static inline __attribute__((always_inline)) ivec word_madd(ivec su
 
 /* sums + products of four unsigned bytes and four bytes. */
 CODES_TARGET static inline __attribute__((always_inline)) ivec byte_madd(ivec sums, ivec a, ivec b) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "vm"(b));
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
     return sums;
 }
 
@@ -190,14 +168,13 @@ byte_dots_block(int32_t *c, int64_t ldc, const byte_query *q, int64_t D, const c
             }
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++) {
-                if (ahead) {
-                    __builtin_prefetch(ahead);
-                    __builtin_prefetch(ahead + LINE);
-                    ahead += 2 * LINE;
-                }
+                __builtin_prefetch(ahead);
+                __builtin_prefetch(ahead + LINE);
+                ahead += 2 * LINE;
 #pragma GCC unroll 4
                 for (int i = 0; i < queries; i++) {
-                    const __m512i above = q[i].high[d / 16 + n], below = q[i].low[d / 16 + n];
+                    __m512i above = q[i].high[d / 16 + n], below = q[i].low[d / 16 + n];
+                    __asm__("" : "+v"(above), "+v"(below)); /* are loaded once */
 #pragma GCC unroll 2
                     for (int g = 0; g < 2; g++) {
                         high[g][i] = byte_madd(high[g][i], x[g][n], above);
@@ -240,6 +217,7 @@ CODES_TARGET static void byte_dots(int32_t *c, int64_t ldc, const int16_t *q, in
         for (int64_t n = 0; n < some; n++) split_query(split + n, q + (i + n) * D, D);
         for (int64_t j = 0; j < keys; j += 16) {
             const char *rows = (const char *)k + j * D, *ahead = i ? NULL : ahead_of(k, keys * D, j * D, 16 * D, next);
+            if (!ahead) ahead = rows; /* no branch among the products */
             int32_t *to = c + i * ldc + j;
             if (some == 4) byte_dots_of(to, ldc, split, D, rows, keys - j, ahead, 4);
             else if (some == 3) byte_dots_of(to, ldc, split, D, rows, keys - j, ahead, 3);

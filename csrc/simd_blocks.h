@@ -5,12 +5,15 @@
  * vec_part(p, n) loads n < VEC_WIDTH floats and zeros, vec_sums(x) is the vec of the sums of VEC_WIDTH vecs,
  * vec_hide(x, t, near, begin, end) is x where t < near or begin <= t < end, -inf elsewhere, vec_add_unless(x, y, t, own)
  * is x where t == own, x + y elsewhere, vec_less(a, b, x, y) is x where a < b, y elsewhere,
+ * vec_most(a, b) is the larger of a and |b| with NaN above all, vec_largest(x) the largest of such lanes, vec_words(p, n, x)
+ * stores the first n lanes (all for n >= VEC_WIDTH) rounded to nearest even as int16,
  * vec_ints(p) is VEC_WIDTH int32 as floats, and vec_typed(src, i, n, dtype) loads n elements of a kvc_dtype.
  */
 #ifndef KVC_SIMD_BLOCKS_H
 #define KVC_SIMD_BLOCKS_H
 #include "simd.h"
 
+#include <math.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -278,6 +281,23 @@ static void mix_f16(float *y, int64_t D, const float *w, int64_t ldw, const void
 
 /* ---- codes ---- */
 
+static float largest(const float *x, int64_t n) {
+    vec most = vec_set(0.0f);
+    int64_t i = 0;
+    for (; i + VEC_WIDTH <= n; i += VEC_WIDTH) most = vec_most(most, vec_load(x + i));
+    if (i < n) most = vec_most(most, vec_part(x + i, n - i));
+    return vec_largest(most);
+}
+
+static void quantize(int16_t *codes, const float *x, float scale, float most, int64_t n) {
+    const vec high = vec_set(most), low = vec_set(-most);
+    for (int64_t i = 0; i < n; i += VEC_WIDTH) {
+        vec value = vec_div(n - i < VEC_WIDTH ? vec_part(x + i, n - i) : vec_load(x + i), vec_set(scale));
+        value = vec_max(vec_less(value, high, value, high), low);
+        vec_words(codes + i, n - i, value);
+    }
+}
+
 static void code_logits(void *x, const float *scales, int64_t n) {
     float *logits = x;
     int64_t i = 0;
@@ -290,6 +310,35 @@ static void code_logits(void *x, const float *scales, int64_t n) {
         int32_t sum;
         memcpy(&sum, logits + i, sizeof sum);
         logits[i] = (float)sum * scales[i];
+    }
+}
+
+static void code_weights(int16_t *words, float *units, const float *weights, const float *scales, int64_t n, int64_t width) {
+    for (int64_t t = 0; t < width; t += KVC_MIXED, words += KVC_MIXED, weights += KVC_MIXED, scales += KVC_MIXED) {
+        float some[2][KVC_MIXED];
+        const float *x[2] = {weights, scales};
+        for (int i = 0; i < 2 && n - t < KVC_MIXED; i++) { /* the last of them, and zeros */
+            memset(some[i], 0, sizeof some[i]);
+            if (n > t) memcpy(some[i], x[i], (size_t)(n - t) * sizeof(float));
+            x[i] = some[i];
+        }
+        vec products[KVC_MIXED / VEC_WIDTH], most = vec_set(0x1p-100f);
+#pragma GCC unroll 8
+        for (int i = 0; i < KVC_MIXED / VEC_WIDTH; i++) {
+            products[i] = vec_mul(vec_load(x[0] + i * VEC_WIDTH), vec_load(x[1] + i * VEC_WIDTH));
+            most = vec_most(most, products[i]);
+        }
+        const float largest = vec_largest(most);
+        *units++ = largest / 32767.0f;
+        if (!isfinite(largest)) {
+            memset(words, 0, KVC_MIXED * sizeof *words);
+            continue;
+        }
+        const vec factor = vec_set(32767.0f / largest);
+#pragma GCC unroll 8
+        for (int i = 0; i < KVC_MIXED / VEC_WIDTH; i++) {
+            vec_words(words + i * VEC_WIDTH, VEC_WIDTH, vec_mul(products[i], factor));
+        }
     }
 }
 
@@ -434,7 +483,8 @@ static void multiply(float *y, const float *x, int64_t n) {
 
 #define KVC_SIMD_BLOCKS                                                                                         \
     .gemm = gemm, .mix = {mix_f32, mix_bf16, mix_f16}, .softcap = softcap, .multiply = multiply,                \
-    .code_logits = code_logits, .code_sums = code_sums,                                                         \
+    .largest = largest, .quantize = quantize, .code_logits = code_logits, .code_weights = code_weights,         \
+    .code_sums = code_sums,                                                                                     \
     .lanes_hide = lanes_hide, .lanes_bias = lanes_bias, .lanes_softmax = lanes_softmax, .lanes_exp = lanes_exp, \
     .lanes_gradient = lanes_gradient, .lanes_total = lanes_total
 #endif

@@ -159,6 +159,20 @@ static inline vec vec_max(vec a, vec b) { EACH a.x[i] = a.x[i] > b.x[i] ? a.x[i]
 static inline vec vec_div(vec a, vec b) { EACH a.x[i] /= b.x[i]; return a; }
 static inline vec vec_less(vec a, vec b, vec x, vec y) { EACH y.x[i] = a.x[i] < b.x[i] ? x.x[i] : y.x[i]; return y; }
 static inline vec vec_ints(const int32_t *p) { vec y; EACH y.x[i] = (float)p[i]; return y; }
+static inline vec vec_most(vec a, vec b) {
+    EACH a.x[i] = float_of(bits_of(a.x[i]) > (bits_of(b.x[i]) & 0x7fffffffu) ? bits_of(a.x[i]) : bits_of(b.x[i]) & 0x7fffffffu);
+    return a;
+}
+static inline float vec_largest(vec x) {
+    uint32_t most = 0; /* as integers: NaN has more bits than any number */
+    EACH most = bits_of(x.x[i]) > most ? bits_of(x.x[i]) : most;
+    return float_of(most);
+}
+/* Rounding as in exp_of: what is rounded is below 2^22. */
+static inline void vec_words(int16_t *p, int64_t n, vec x) {
+    const float magic = 12582912.0f;
+    for (int64_t i = 0; i < n && i < VEC_WIDTH; i++) p[i] = (int16_t)((x.x[i] + magic) - magic);
+}
 static inline vec vec_exp(vec a) { EACH a.x[i] = exp_of(a.x[i]); return a; }
 static inline vec vec_base(vec a) { EACH a.x[i] = a.x[i] == -INFINITY ? 0.0f : a.x[i]; return a; }
 
@@ -214,26 +228,6 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 #include "simd_divergence.h"
 
 /* ---- codes ---- */
-
-static float largest(const float *x, int64_t n) {
-    uint32_t most = 0; /* as integers: NaN has more bits than any number */
-    for (int64_t i = 0; i < n; i++) {
-        const uint32_t bits = bits_of(x[i]) & 0x7fffffffu;
-        most = bits > most ? bits : most;
-    }
-    return float_of(most);
-}
-
-/* Rounding as in exp_of: what is rounded is below 2^22. */
-static void quantize(int16_t *codes, const float *x, float scale, float most, int64_t n) {
-    const float magic = 12582912.0f;
-    for (int64_t i = 0; i < n; i++) {
-        float value = x[i] / scale;
-        value = value > most ? most : value;
-        value = value < -most ? -most : value;
-        codes[i] = (int16_t)((value + magic) - magic);
-    }
-}
 
 static void dequantize_int8(float *dst, const void *codes, float scale, int64_t n) {
     const int8_t *code = codes;
@@ -303,8 +297,6 @@ const kvc_simd kvc_simd_portable = {
     .weighted_max = weighted_max,
     .divergence = divergence,
     .dots = {dots_f32, dots_bf16, dots_f16},
-    .largest = largest,
-    .quantize = quantize,
     .dequantize = {dequantize_int8, dequantize_int4},
     .code_dots = code_dots,
     .code_mix = {code_mix_int8, code_mix_int4},

@@ -180,6 +180,7 @@ def test_pieces_joined_where_they_are_made_have_the_bits_of_a_launch_of_its_own(
 def test_a_row_of_many_groups_of_pieces(backend):
     queries, (k, v) = torch.randn(1, 1, 1, 8), torch.randn(2, 1, 17_500, 8)
     check(queries, k, v, int32(17_500))
+    check(queries, k, v, int32(17_500), begin=int32(1500), sinks=1100)
 
 
 def test_query_that_sees_no_key_gives_zero_and_minus_infinity(backend):

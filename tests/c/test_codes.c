@@ -122,6 +122,34 @@ static void test_products(int64_t D, int64_t keys, int64_t queries) {
     free(q), free(w), free(dots), free(sums), free(k);
 }
 
+/* Blocks with a weight that is not finite, of zeros, of almost nothing, and where not all is seen. */
+static void test_weights(int64_t n, int64_t width) {
+    test_case = "weights in words";
+    const int64_t blocks = (width + KVC_MIXED - 1) / KVC_MIXED;
+    float *x = room(n * 4), *scales = room(n * 4), *units = room(blocks * 4);
+    int16_t *words = room(blocks * KVC_MIXED * 2);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t block = i / KVC_MIXED;
+        x[i] = (float)(i * 389 % 1009) / 1009.0f * (block == 2 ? 0.0f : block == 3 ? 1e-36f : 1.0f);
+        scales[i] = i == KVC_MIXED + 3 ? NAN : (float)(i % 17 + 1) / 64.0f;
+    }
+    kvc_simd_table()->code_weights(words, units, x, scales, n, width);
+    for (int64_t t = 0; t < blocks * KVC_MIXED; t += KVC_MIXED) {
+        float largest = 0x1p-100f;
+        int finite = 1;
+        for (int64_t i = t; i < t + KVC_MIXED && i < n; i++) {
+            if (!isfinite(scales[i])) finite = 0;
+            largest = x[i] * scales[i] > largest ? x[i] * scales[i] : largest;
+        }
+        const float unit = units[t / KVC_MIXED], factor = 32767.0f / largest;
+        CHECK(finite ? unit == largest / 32767.0f : isnan(unit));
+        for (int64_t i = t; i < t + KVC_MIXED; i++) {
+            CHECK(words[i] == (finite && i < n ? (int16_t)nearbyintf(x[i] * scales[i] * factor) : 0));
+        }
+    }
+    free(x), free(scales), free(units), free(words);
+}
+
 /* Rows of codes in pages against rows of float32 numbers. */
 static void test_rows(kvc_format format, int64_t Hq, int64_t S, int64_t D, int64_t P, int runner) {
     test_case = "rows of codes";
@@ -179,6 +207,8 @@ void test_codes(void) {
         for (int n = 0; n < 5; n++) test_products(dims[i], counts[n], 1 + (i + n) % 8);
     }
     test_products(7, 9, 4);
+    test_weights(3, 3);
+    test_weights(5 * KVC_MIXED - 7, 6 * KVC_MIXED - 30);
     for (int i = 0; i < 7; i++) {
         test_rows(i % 2 ? KVC_FORMAT_INT8 : KVC_FORMAT_K8V4, 2 + 2 * i, 1 + i % 3, dims[i], 1 << (i % 5), i % RUNNERS);
     }

@@ -114,3 +114,29 @@ def test_a_pruned_prompt_waits_for_the_one_that_is_read_before_prefixes_give_way
         served.settle()
         assert served.kept > 0 and served.free < 6 * 5 <= served.free + served.kept
         assert not served.make_free(6 * 5, "second") and served.make_free(6 * 5, "first")
+
+
+def test_a_name_that_comes_again_finds_what_its_own_prompt_begins_with():
+    model, prompts = tiny_model(), prompts_of((17, 17))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 9)
+        for i, prompt in enumerate(prompts):
+            read_twice(model, served, f"r{i}", prompt)
+        for prompt in prompts:
+            served.offer("again", prompt, 17)
+            own = served.prefix_of("again")
+            assert own.borders == served.prefixes.borders(prompt, b"0 ")
+            served.drop("again")
+        assert not served.prefixes._found  # nothing is held of who has left
+
+
+def test_a_prefix_goes_as_late_as_the_first_who_finds_it():
+    model, prompts = tiny_model(), prompts_of((17, 17))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 9)
+        for i, prompt in enumerate(prompts):
+            read_twice(model, served, f"r{i}", prompt)
+        for name, i in (("a", 0), ("b", 1), ("c", 0)):
+            served.note(name, prompts[i], 17)
+        assert served.ordered(["a", "b", "c"]) == ["a", "b", "c"]
+        assert served.make_free(served.free + 1) and (served.seen("a"), served.seen("b")) == (16, 8)

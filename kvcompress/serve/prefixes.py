@@ -180,7 +180,8 @@ class Prefixes:
         return [prefix for prefix in self._kept if prefix.users]
 
     def leave(self, request: str) -> None:
-        """The request holds nothing of any more."""
+        """The request holds nothing of any more, and its name may be another's."""
+        self._found.pop(request, None)
         for prefix in self._kept:
             prefix.users.discard(request)
 

@@ -200,7 +200,8 @@ class Requests:
         """In which requests that wait, given as they came, are let in; what they find gives way in the opposite order,
         after what nobody waits for."""
         order = self.order.of({name: self.seen(name) for name in waiting})
-        self.prefixes.wanted = [prefix for name in order if (prefix := self.prefix_of(name)) is not None]
+        found = dict.fromkeys(self.prefix_of(name) for name in order)  # of those who find the same one, the first says
+        self.prefixes.wanted = [prefix for prefix in found if prefix is not None]
         return order
 
     def start(self, request: str, prompt: int) -> int:

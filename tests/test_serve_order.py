@@ -4,11 +4,14 @@ import pytest
 from helpers import tiny_model
 from test_serve_batching import alone, greedy, prompts_of
 from test_serve_prefixes import PRUNED, read, read_twice, with_prefixes
-from test_serve_requests import run
+from test_serve_requests import requests_of, run
+from transformers.generation.continuous_batching.requests import RequestState
 
 import kvcompress
 from kvcompress.serve import batching
+from kvcompress.serve.batching import _Bookkeeping
 from kvcompress.serve.order import PATIENCE, Order
+from kvcompress.serve.scheduler import PageScheduler
 from kvcompress.serve.served_pass import Part
 
 
@@ -140,3 +143,17 @@ def test_a_prefix_goes_as_late_as_the_first_who_finds_it():
             served.note(name, prompts[i], 17)
         assert served.ordered(["a", "b", "c"]) == ["a", "b", "c"]
         assert served.make_free(served.free + 1) and (served.seen("a"), served.seen("b")) == (16, 8)
+
+
+def test_who_gave_its_pages_up_before_it_wrote_stays_in_front():
+    model, prompts = tiny_model(), prompts_of((20,) * 4)
+    with kvcompress.attach(model):
+        served = requests_of(model, "dense", 200)
+        scheduler = PageScheduler(_Bookkeeping(served, 24), served, 2, print, print)
+        for i, prompt in enumerate(prompts):
+            scheduler.add_waiting_request(RequestState(request_id=f"r{i}", initial_tokens=prompt, max_new_tokens=4))
+        scheduler.schedule_batch(24, 0)
+        assert [*scheduler.active_requests] == ["r0", "r1"]
+        scheduler._give_up(scheduler.active_requests["r1"])
+        scheduler._order()
+        assert [*scheduler.waiting_requests_order] == ["r1", "r2", "r3"]

@@ -117,10 +117,11 @@ class Prefixes:
         return self._found[request]
 
     def _longest(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
-        for i, key in reversed(list(enumerate(borders, 1))):
-            start, behind = i * self.block, self._behind.get(key, ())
+        known = [i for i, key in enumerate(borders, 1) if key in self._behind]
+        for i in reversed(known):
+            start = i * self.block
             found = [
-                prefix for prefix in behind
+                prefix for prefix in self._behind[borders[i - 1]]
                 if prefix.tokens < len(tokens) and prefix.tail == tuple(tokens[start : prefix.tokens])
             ]  # fmt: skip
             if found:

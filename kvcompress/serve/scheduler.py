@@ -147,18 +147,14 @@ class PageScheduler(Scheduler):
         return part
 
     def _order(self) -> None:
-        """Of those that wait, who had written something and gave its pages up stays in front."""
+        """Of those that wait, who gave its pages up stays in front."""
         front = list(itertools.islice(self.waiting_requests_order, LOOKED_AT))
-        fresh = []
-        for name in front:
-            state = self.waiting_requests[name]
-            if len(state.initial_tokens) == _given(state):
-                self.served.note(name, state.initial_tokens, _given(state))
-                fresh.append(name)
-        following = iter(self.served.ordered(fresh))
-        for i, name in enumerate(front):
-            if name in fresh:
-                self.waiting_requests_order[i] = next(following)
+        fresh = [name for name in front if not self.waiting_requests[name]._true_initial_tokens]
+        for name in fresh:
+            tokens = self.waiting_requests[name].initial_tokens
+            self.served.note(name, tokens, len(tokens))
+        for i, name in enumerate(self.served.ordered(fresh), len(front) - len(fresh)):
+            self.waiting_requests_order[i] = name
 
     # ---- pages run out ----
 

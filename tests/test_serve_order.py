@@ -66,6 +66,14 @@ def test_conversations_that_memory_does_not_hold_get_the_tokens_of_generate_alon
     assert hits > 0
 
 
+def having_read(model, prompts):
+    """Requests of which a prefix of each prompt is kept."""
+    served = with_prefixes(model, "dense", 9)
+    for i, prompt in enumerate(prompts):
+        read_twice(model, served, f"r{i}", prompt)
+    return served
+
+
 def kept_after_each_page(served):
     """Tokens of all prefixes, in the order of their prompts, whenever the next pages are freed."""
     kept = []
@@ -79,9 +87,7 @@ def kept_after_each_page(served):
 def test_what_nobody_waits_for_gives_way_first_and_then_what_is_let_in_last():
     model, prompts = tiny_model(), prompts_of((17, 25, 33, 41))
     with kvcompress.attach(model):
-        served = with_prefixes(model, "dense", 9)
-        for i, prompt in enumerate(prompts):
-            read_twice(model, served, f"r{i}", prompt)
+        served = having_read(model, prompts)
         served.firsts = [served.prefixes.borders(prompt, b"0 ")[0] for prompt in prompts]
         for i in (0, 2, 3):
             served.note(f"w{i}", prompts[i], len(prompts[i]))
@@ -94,9 +100,7 @@ def test_what_nobody_waits_for_gives_way_first_and_then_what_is_let_in_last():
 def test_of_those_that_are_asked_for_as_often_the_longest_gives_way():
     model, prompts = tiny_model(), prompts_of((17, 33, 25))
     with kvcompress.attach(model):
-        served = with_prefixes(model, "dense", 9)
-        for i, prompt in enumerate(prompts):
-            read_twice(model, served, f"r{i}", prompt)
+        served = having_read(model, prompts)
         for turn in range(3):
             for i, prompt in enumerate(prompts):
                 read(model, served, f"{turn} {i}", prompt)
@@ -122,9 +126,7 @@ def test_a_pruned_prompt_waits_for_the_one_that_is_read_before_prefixes_give_way
 def test_a_name_that_comes_again_finds_what_its_own_prompt_begins_with():
     model, prompts = tiny_model(), prompts_of((17, 17))
     with kvcompress.attach(model):
-        served = with_prefixes(model, "dense", 9)
-        for i, prompt in enumerate(prompts):
-            read_twice(model, served, f"r{i}", prompt)
+        served = having_read(model, prompts)
         for prompt in prompts:
             served.offer("again", prompt, 17)
             own = served.prefix_of("again")
@@ -136,9 +138,7 @@ def test_a_name_that_comes_again_finds_what_its_own_prompt_begins_with():
 def test_a_prefix_goes_as_late_as_the_first_who_finds_it():
     model, prompts = tiny_model(), prompts_of((17, 17))
     with kvcompress.attach(model):
-        served = with_prefixes(model, "dense", 9)
-        for i, prompt in enumerate(prompts):
-            read_twice(model, served, f"r{i}", prompt)
+        served = having_read(model, prompts)
         for name, i in (("a", 0), ("b", 1), ("c", 0)):
             served.note(name, prompts[i], 17)
         assert served.ordered(["a", "b", "c"]) == ["a", "b", "c"]

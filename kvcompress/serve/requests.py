@@ -241,9 +241,8 @@ class Requests:
 
     def make_free(self, pages: int, request: str | None = None, beside: Sequence[str] = ()) -> bool:
         """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes give way, but
-        only if that is enough. Those that requests have forked stay, and
-        those of `request` and of who is to come in `beside` it, unless one request is alone: nobody else would give its
-        pages back."""
+        only if that is enough. Those that requests have forked stay, and those of `request` and of who is to come in
+        `beside` it, unless one request is alone: nobody else would give its pages back."""
         if self._make_free(pages, [*beside, *([] if request is None else [request])]):
             return True
         if len(self.decoding) + len(self.reading) != 1 or (request is not None and request not in self.reading):

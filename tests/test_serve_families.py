@@ -72,9 +72,9 @@ def test_a_pruned_prefix_gives_up_no_end_that_states_or_windows_have_seen(family
     with kvcompress.attach(model):
         served = with_prefixes(model, PRUNED, 9, pages=60)
         read_twice(model, served, "r", prompt)
-        served.offer("next", prompt, 50)
-        assert served.seen("next") == 32
-        assert served.make_free(served.free + 1) and served.seen("next") == served.kept == 0
+        served.prompts.offer("next", prompt, 50)
+        assert served.prompts.seen("next") == 32
+        assert served.make_free(served.free + 1) and served.prompts.seen("next") == served.kept == 0
         served.drop("next")
         token = read(model, served, "again", prompt)
     assert [token] == alone(model, PRUNED, prompt, 1)

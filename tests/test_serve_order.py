@@ -90,8 +90,8 @@ def test_what_nobody_waits_for_gives_way_first_and_then_what_is_let_in_last():
         served = having_read(model, prompts)
         served.firsts = [served.prefixes.borders(prompt, b"0 ")[0] for prompt in prompts]
         for i in (0, 2, 3):
-            served.note(f"w{i}", prompts[i], len(prompts[i]))
-        assert served.ordered(["w0", "w2", "w3"]) == ["w3", "w2", "w0"]
+            served.prompts.note(f"w{i}", prompts[i], len(prompts[i]))
+        assert served.prompts.ordered(["w0", "w2", "w3"]) == ["w3", "w2", "w0"]
         kept = kept_after_each_page(served)
         assert kept[:5] == [[16, 16, 32, 40], [16, 8, 32, 40], [16, 0, 32, 40], [8, 0, 32, 40], [0, 0, 32, 40]]
         assert kept[5:9] == [[0, 0, tokens, 40] for tokens in (24, 16, 8, 0)]
@@ -115,7 +115,7 @@ def test_a_pruned_prompt_waits_for_the_one_that_is_read_before_prefixes_give_way
     with kvcompress.attach(model):
         served = with_prefixes(model, PRUNED["pruned"], 9, pages=70)
         read_twice(model, served, "kept", kept)
-        served.offer("first", first, 60)
+        served.prompts.offer("first", first, 60)
         served.start("first", 60)
         run(model, served, [Part("first", 32, 60, 60)], {"first": first})
         served.settle()
@@ -128,8 +128,8 @@ def test_a_name_that_comes_again_finds_what_its_own_prompt_begins_with():
     with kvcompress.attach(model):
         served = having_read(model, prompts)
         for prompt in prompts:
-            served.offer("again", prompt, 17)
-            own = served.prefix_of("again")
+            served.prompts.offer("again", prompt, 17)
+            own = served.prompts.found("again")
             assert own.borders == served.prefixes.borders(prompt, b"0 ")
             served.drop("again")
         assert not served.prefixes._found  # nothing is held of who has left
@@ -140,9 +140,9 @@ def test_a_prefix_goes_as_late_as_the_first_who_finds_it():
     with kvcompress.attach(model):
         served = having_read(model, prompts)
         for name, i in (("a", 0), ("b", 1), ("c", 0)):
-            served.note(name, prompts[i], 17)
-        assert served.ordered(["a", "b", "c"]) == ["a", "b", "c"]
-        assert served.make_free(served.free + 1) and (served.seen("a"), served.seen("b")) == (16, 8)
+            served.prompts.note(name, prompts[i], 17)
+        assert served.prompts.ordered(["a", "b", "c"]) == ["a", "b", "c"]
+        assert served.make_free(served.free + 1) and (served.prompts.seen("a"), served.prompts.seen("b")) == (16, 8)
 
 
 def test_who_gave_its_pages_up_before_it_wrote_stays_in_front():

@@ -200,9 +200,9 @@ def read(model, served, name, tokens, given=None):
     """Reads a prompt, in as few parts as borders allow; the token that follows it."""
     served.settle()
     given = len(tokens) if given is None else given
-    assert not served.offer(name, tokens, given)
+    assert not served.prompts.offer(name, tokens, given)
     served.start(name, len(tokens))
-    while (left := served.coming(name, len(tokens))) > 0:
+    while (left := served.prompts.coming(name, len(tokens))) > 0:
         found = run(model, served, [Part(name, left, len(tokens), given)], {name: tokens})
     served.settle()
     served.drop(name)
@@ -252,13 +252,13 @@ def test_the_one_that_was_asked_for_longest_ago_goes_first():
         served = with_prefixes(model, "dense", 3)
         for i in (0, 1, 2):
             read_twice(model, served, f"r{i}", prompts[i])
-        hits = served.hits
+        hits = served.prompts.hits
         read(model, served, "again", prompts[0])
-        assert served.hits == hits + 16
+        assert served.prompts.hits == hits + 16
         read_twice(model, served, "r3", prompts[3])  # in the place of that of prompt 1
         for i, there in ((1, 0), (0, 16), (2, 16), (3, 16)):
-            served.offer(f"ask{i}", prompts[i], 16)
-            assert served.seen(f"ask{i}") == there, i
+            served.prompts.offer(f"ask{i}", prompts[i], 16)
+            assert served.prompts.seen(f"ask{i}") == there, i
 
 
 def test_prefixes_go_only_where_that_is_enough():
@@ -269,10 +269,10 @@ def test_prefixes_go_only_where_that_is_enough():
             read_twice(model, served, f"r{i}", prompts[i])
         assert (served.free, served.kept) == (6, 24)
         assert not served.make_free(31) and served.kept == 24
-        served.offer("again", prompts[0], 17)
+        served.prompts.offer("again", prompts[0], 17)
         assert not served.make_free(19, "again") and served.kept == 24  # its own stays
-        assert served.make_free(18, "again") and (served.kept, served.seen("again")) == (12, 16)
-        assert served.make_free(30) and (served.kept, served.seen("again")) == (0, 0)
+        assert served.make_free(18, "again") and (served.kept, served.prompts.seen("again")) == (12, 16)
+        assert served.make_free(30) and (served.kept, served.prompts.seen("again")) == (0, 0)
 
 
 @pytest.mark.parametrize("cache", ["dense", "quantized,dtype=int8", PRUNED["pruned"], PRUNED["pruned by votes"]])
@@ -283,12 +283,12 @@ def test_a_prefix_gives_up_its_end_first_where_nothing_else_is_known_of_that(cac
         read_twice(model, served, "r", prompt)
         whole = (50 - served.last) // 8 * 8
         assert served.kept == 6 * whole // 8
-        served.offer("next", prompt, 50)
+        served.prompts.offer("next", prompt, 50)
         for blocks in (1, 2):
-            assert served.seen("next") == whole
+            assert served.prompts.seen("next") == whole
             assert served.make_free(60 - served.kept + 6 * blocks - 5)
             whole = 0 if "h2o" in cache else whole - 8 * blocks
-            assert served.seen("next") == whole and served.kept == 6 * whole // 8
+            assert served.prompts.seen("next") == whole and served.kept == 6 * whole // 8
             if not whole:
                 return
         served.drop("next")
@@ -307,13 +307,13 @@ def test_a_prefix_that_requests_have_forked_stays(name):
             read_twice(model, served, f"r{i}", prompt)
         served.settle()
         for request, prompt in (("user", second), ("other", first)):
-            served.offer(request, prompt, len(prompt))
+            served.prompts.offer(request, prompt, len(prompt))
             assert served.start(request, len(prompt)) == 24
         served.drop("other")
         served.settle()
         assert served.make_free(served.free + served.kept) and len(served.prefixes) == 1
-        served.offer("again", second, 31)
-        assert served.seen("again") == 24
+        served.prompts.offer("again", second, 31)
+        assert served.prompts.seen("again") == 24
         served.drop("user")
         served.settle()
         assert served.make_free(served.pages) and len(served.prefixes) == 0
@@ -328,9 +328,9 @@ def test_forks_are_kept_where_prompts_part_and_where_they_end():
 
         def there(prompt):
             """Tokens that need not be read."""
-            hits, name = served.hits, f"r{len(served.prefixes._begun)} {served.hits}"
+            hits, name = served.prompts.hits, f"r{len(served.prefixes._begun)} {served.prompts.hits}"
             read(model, served, name, prompt)
-            return served.hits - hits
+            return served.prompts.hits - hits
 
         assert [there(x) for x in (one, one, one)] == [0, 0, 32]  # where one ended
         assert [there(x) for x in (two, three)] == [0, 24]  # where they part
@@ -347,14 +347,14 @@ def test_who_comes_while_another_reads_what_both_begin_with_waits_for_it():
     with kvcompress.attach(model):
         served = with_prefixes(model, "dense", 9)
         served.settle()
-        served.offer("one", one, 33)
+        served.prompts.offer("one", one, 33)
         served.start("one", 33)
-        assert served.coming("one", 33) == 33  # as none before: in one part
-        assert served.offer("two", two, 33) and served.coming("one", 33) == 24
+        assert served.prompts.coming("one", 33) == 33  # as none before: in one part
+        assert served.prompts.offer("two", two, 33) and served.prompts.coming("one", 33) == 24
         run(model, served, [Part("one", 24, 33, 33)], {"one": one})
-        assert not served.offer("two", two, 33) and served.seen("two") == 24
+        assert not served.prompts.offer("two", two, 33) and served.prompts.seen("two") == 24
         served.drop("one")
-        assert not served.offer("two", two, 33) and served.seen("two") == 24
+        assert not served.prompts.offer("two", two, 33) and served.prompts.seen("two") == 24
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -365,10 +365,10 @@ def test_frequencies_that_depend_on_length_are_shared_by_prompts_of_one_length(r
         served = with_prefixes(model, "dense", 9)
         read_twice(model, served, "a", [*begin, 5, 6])
         for tokens, there in (([*begin, 5, 6], 24), ([*begin, 9, 8, 7], 24 if ROPES[rope] is None else 0)):
-            served.offer(f"b{len(tokens)}", tokens, len(tokens))
-            assert served.seen(f"b{len(tokens)}") == there
-        served.offer("salted", [*begin, 5, 6], 26, "another adapter")
-        assert served.seen("salted") == 0
+            served.prompts.offer(f"b{len(tokens)}", tokens, len(tokens))
+            assert served.prompts.seen(f"b{len(tokens)}") == there
+        served.prompts.offer("salted", [*begin, 5, 6], 26, "another adapter")
+        assert served.prompts.seen("salted") == 0
 
 
 def test_a_pool_whose_last_pages_are_shared_sets_their_copies_aside():

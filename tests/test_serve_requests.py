@@ -43,12 +43,12 @@ def run(model, served, parts, texts):
         tokens.append(texts[name][-1])
         ends[name] = len(tokens) - 1
     for part in parts:
-        start = served.seen(part.request)
+        start = served.prompts.seen(part.request)
         tokens += texts[part.request][start : start + part.tokens]
         ends[part.request] = len(tokens) - 1
     positions = [len(texts[name]) - 1 for name in served.decoding]
     for part in parts:
-        positions += range(served.seen(part.request), served.seen(part.request) + part.tokens)
+        positions += range(served.prompts.seen(part.request), served.prompts.seen(part.request) + part.tokens)
     with torch.no_grad():
         given = {KEYWORD: served.begin(parts), "use_cache": False, "position_ids": torch.tensor([positions])}
         logits = model(torch.tensor([tokens]), **given).logits[0]
@@ -94,12 +94,13 @@ def test_any_order_of_parts_joining_and_leaving_gives_the_tokens_of_each_alone(n
             reads = [x for x in reads if x not in served.decoding]
             parts = []
             for x in reads:
-                most = min(len(texts[x]) - served.seen(x), draw.randrange(1, 20))
+                most = min(len(texts[x]) - served.prompts.seen(x), draw.randrange(1, 20))
                 if most:
                     parts.append(Part(x, most, len(texts[x]), len(prompts[x])))
             if not parts and not served.decoding:
                 continue
-            whole = [*served.decoding, *(p.request for p in parts if served.seen(p.request) + p.tokens == p.prompt)]
+            seen = served.prompts.seen
+            whole = [*served.decoding, *(p.request for p in parts if seen(p.request) + p.tokens == p.prompt)]
             found = run(model, served, parts, texts)
             for x in whole:
                 texts[x].append(found[x])

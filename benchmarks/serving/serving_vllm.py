@@ -145,7 +145,7 @@ def main() -> None:
                 },
                 {"name": f"decoding/{name}", "ratio": decoding, "at_once": AT_ONCE, **more},
                 {"name": f"pages/{name}", "used": used, "preempted": served.preempted,
-                 "not_read": served.requests.hits, **more},
+                 "not_read": served.requests.prompts.hits, **more},
             ]  # fmt: skip
             if size.shared:
                 rows = [row | {"name": f"shared/{row['name']}"} for row in rows if "decoding" not in row["name"]]

@@ -209,7 +209,7 @@ class ServedManager(ContinuousBatchingManager):
         config, model = self.continuous_batching_config, self.model
         served = self.batching.served
         served.drop_all()  # prefixes too: the model may have been trained since
-        self.batching._hits_before = served.hits
+        self.batching._hits_before = served.prompts.hits
         cache = _Bookkeeping(served, config.max_batch_tokens)
 
         self.batching.processor = processor = _Processor(
@@ -317,7 +317,7 @@ class Batching:
                 "peak_running": scheduler.peak,
                 "preempted": scheduler.preempted,
                 "prefix_pages": self.served.kept,
-                "prefix_tokens": self.served.hits - self._hits_before,
+                "prefix_tokens": self.served.prompts.hits - self._hits_before,
                 "tokens_per_second": sum(recent) / (now - since),
             }
         return numbers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,34 +19,12 @@ from ..hf.facts import Facts
 from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
 from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
-from .order import Order
-from .prefixes import MOST, Prefix, Prefixes, check_prefixes
+from .prefixes import MOST, Prefixes, check_prefixes
+from .prompts import Offered, Prompts, Reader
 from .served import check_served
 from .served_pass import Part, ServedPass
 
 WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
-
-
-@dataclass
-class _Reader:
-    """A request whose prompt is being read. seen: tokens so far; begun: whether a pass read some of them."""
-
-    cache: CompressedCache
-    prompt: int
-    seen: int = 0
-    begun: bool = False
-
-
-@dataclass
-class _Offered:
-    """The tokens of a request. root: what else its caches depend on. borders: their hashes. stops: tokens after which
-    its cache is kept. interval: as of a Prefix."""
-
-    tokens: Sequence[int]
-    root: bytes
-    borders: list[bytes]
-    stops: set[int] = field(default_factory=set)
-    interval: int = 0
 
 
 class Requests:
@@ -56,7 +33,7 @@ class Requests:
     decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
     make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
     which pages are to lie; None = of its own. prefixes: most that are kept for prompts that begin alike, None = MOST,
-    or none where a prompt must come in one pass; see offer.
+    or none where a prompt must come in one pass; see Prompts.offer.
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -93,19 +70,19 @@ class Requests:
         self.prefixes = Prefixes(most, P, pages, device)
         # whether a cache serves whoever goes on when its request has ended, and costs pages alone
         self._outlives = most > 0 and not self.whole and not self.recurs and len(paged) == len(empty.own)
-        self._ended: dict[str, Sequence[int]] = {}  # all tokens of those who have
+        self._ended: dict[str, tuple[Offered, Sequence[int]]] = {}  # and all tokens of those who have
         self.kept = 0  # pages that prefixes alone held when they were counted last
-        self.hits = 0  # tokens of prompts that were not read, since they were there
-        self._offered: dict[str, _Offered] = {}
-        self.lengths, self.order = Lengths(), Order()
+        follows_length = any(own.key_rotary.asks_host for own in facts.values())
+        self.reading: dict[str, Reader] = {}
+        self.prompts = Prompts(
+            self.prefixes, self.reading, self.bounds, pages, self.last or 0, self.whole, follows_length
+        )
+        self.lengths = Lengths()
         self.answer_of: Callable[[str], Answer] = lambda request: Answer(0, 1)  # its scheduler says
-        self._shared: dict[str, int] = {}  # tokens that a request has of a prefix
-        self._follows_length = any(own.key_rotary.asks_host for own in facts.values())
         self.free = pages  # pages, as far as settle() knows
         self.used = 0  # pages that requests held when they were counted last
         self.needed = 0  # pages of the next token of all decoding requests, of the free ones
         self.decoding: list[str] = []
-        self.reading: dict[str, _Reader] = {}
         self._running: CompressedCache | None = None
         self._gone: set[str] = set()
         self._changed = True  # since pages were set aside
@@ -117,7 +94,8 @@ class Requests:
         """Lets go of those who left, adds those whose prompts are read to those who decode, and counts free pages."""
         if self._gone:
             for request in self._gone & self._ended.keys():
-                self._keep_ended(request)
+                assert self._running is not None
+                self.prompts.keep_ended(*self._ended[request], self._running, self.decoding.index(request))
             stay = [i for i, request in enumerate(self.decoding) if request not in self._gone]
             self.decoding = [self.decoding[i] for i in stay]
             if not stay:
@@ -142,16 +120,13 @@ class Requests:
     def ends(self, request: str, tokens: Sequence[int]) -> None:
         """The request has written all that it will, and is to be dropped. tokens: the whole of it: who begins with them
         goes on from its cache."""
-        if self._outlives and request in self.decoding and request in self._offered:
-            self._ended[request] = tokens
+        offered = self.prompts.offered.get(request)
+        if self._outlives and request in self.decoding and offered is not None:
+            self._ended[request] = offered, tokens
 
     def drop(self, request: str) -> None:
         """The request is over, or must give its pages up; one that is not there is no error."""
-        if request not in self._ended:
-            self._offered.pop(request, None)
-        self._shared.pop(request, None)
-        self.order.leave(request)
-        self.prefixes.leave(request)
+        self.prompts.leave(request)
         if self.reading.pop(request, None) is not None:
             self._changed = True
         elif request in self.decoding:
@@ -159,78 +134,26 @@ class Requests:
 
     def drop_all(self) -> None:
         """All requests are over, and no prefix is kept."""
-        self.reading, self.decoding, self._running, self._gone = {}, [], None, set()
-        self._changed, self._pass, self._offered, self._shared, self._ended = True, None, {}, {}, {}
-        self.order = Order()
-        while self.prefixes.drop_oldest():
-            pass
+        self.reading.clear()
+        self.prompts.clear()
+        self.decoding, self._running, self._gone, self._ended = [], None, set(), {}
+        self._changed, self._pass = True, None
 
-    # ---- prompts that begin alike ----
-
-    def note(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
-        """As offer, but nobody reads otherwise for it. Whether a prefix may serve it."""
-        if self.prefixes.most < 1 or request in self.reading:
-            return False
-        if request not in self._offered:
-            root = f"{given if self._follows_length else 0} {salt}".encode()
-            read = tokens[:given] if self.whole else tokens  # as its scheduler has it
-            borders = self.prefixes.borders(read[: max(len(read) - (self.last or 0) + 1, 0)], root)
-            self._offered[request] = _Offered(read, root, borders)
-        return True
-
-    def offer(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
-        """Tells what a waiting request is to read; from now on seen(request) counts what a prefix has of it already.
-        True: it should wait, another is about to read what both begin with. tokens: all that are read before it
-        decodes; given: those of them that are the user's. salt: what else its caches depend on."""
-        if not self.note(request, tokens, given, salt):
-            return False
-        offered, seen, block = self._offered[request], self.seen(request), self.prefixes.block
-        mine, prompt = offered.borders, len(offered.tokens)
-        stops = {borders * block for borders in self.prefixes.stops(mine, seen)}
-        offered.stops = {stop for stop in stops if self._may_stop(stop, prompt)}
-        for name, reader in self.reading.items():
-            theirs = self._offered[name].borders if name in self._offered else []
-            common = sum(a == b for a, b in zip(mine, theirs, strict=False)) * block
-            if common > max(seen, reader.seen) and self._may_stop(common, reader.prompt):
-                self._offered[name].stops.add(common)
-                return True
-        return False
-
-    def ordered(self, waiting: Sequence[str]) -> list[str]:
-        """In which requests that wait, given as they came, are let in; what they find gives way in the opposite order,
-        after what nobody waits for."""
-        order = self.order.of({name: self.seen(name) for name in waiting})
-        found = dict.fromkeys(self.prefix_of(name) for name in order)  # of those who find the same one, the first says
-        self.prefixes.wanted = [prefix for prefix in found if prefix is not None]
-        return order
+    # ---- what comes in ----
 
     def start(self, request: str, prompt: int) -> int:
         """The request is let in; its prompt has so many tokens. Returns those that are there already."""
-        reader, offered = _Reader(self._new_cache(), prompt), self._offered.get(request)
-        self.order.let_in(request)
-        if offered is not None:
-            offered.interval = self.prefixes.interval(offered.borders)
-        prefix = None if offered is None else self.prefixes.use(request, offered.borders, offered.tokens)
-        if prefix is not None:
+        reader = Reader(self._new_cache(), prompt)
+        if (prefix := self.prompts.let_in(request)) is not None:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
-            self.hits += prefix.tokens
-            if not self.whole:
-                self._shared[request] = prefix.tokens - len(prefix.tail)
-            prefix.users.add(request)
         self.reading[request] = reader
         return reader.seen
-
-    def coming(self, request: str, prompt: int) -> int:
-        """Tokens of a prompt that a part may have: those that are left, or fewer where its cache is kept between."""
-        seen, offered = self.seen(request), self._offered.get(request)
-        stops = [] if offered is None else [stop for stop in offered.stops if stop > seen]
-        return min([prompt, *stops]) - seen
 
     def next_part(self, request: str, prompt: int, budget: int) -> int:
         """Those that it may have in a pass of so many tokens. Where all of a prompt chooses what stays of it, it waits
         for a pass that has room for all; if none has, what comes before its last part lies in pages whole till then."""
-        left = self.coming(request, prompt)
+        left = self.prompts.coming(request, prompt)
         if left <= budget or not self.whole:
             return min(left, budget)
         if left <= self.most or self.last is None:
@@ -257,7 +180,7 @@ class Requests:
             return False
         if self.whole and self.reading and requests and requests[-1] not in self.reading:
             return False  # what is held of prompts comes back when they are pruned: nobody gives way for another one
-        theirs = {self.prefix_of(request) for request in requests}
+        theirs = {self.prompts.found(request) for request in requests}
         stay = [prefix for prefix in {*self.prefixes.used(), *theirs} if prefix is not None]
         if missing > self.kept - self.prefixes.alone(stay):
             return False
@@ -275,11 +198,12 @@ class Requests:
         for tokens in (whole, least):
             part.tokens = tokens
             if self.make_free(taken + self.part_pages(part), part.request, beside):
-                part.tokens = min(tokens, self.coming(part.request, part.prompt))  # a prefix that was cut may serve it
+                # a prefix that was cut may serve it
+                part.tokens = min(tokens, self.prompts.coming(part.request, part.prompt))
                 return True
             part.tokens = whole
             part.tokens = min(
-                self.most_tokens(part, self.free - self.needed - taken), self.coming(part.request, part.prompt)
+                self.most_tokens(part, self.free - self.needed - taken), self.prompts.coming(part.request, part.prompt)
             )
             if part.tokens >= least:
                 return True
@@ -292,11 +216,6 @@ class Requests:
             self._changed = True
         self.settle()
         return some
-
-    def prefix_of(self, request: str) -> Prefix | None:
-        """Of a request that has not been let in."""
-        offered = self._offered.get(request)
-        return None if offered is None else self.prefixes.longest(request, offered.borders, offered.tokens)
 
     # ---- what scheduling asks ----
 
@@ -336,13 +255,6 @@ class Requests:
                 )
         return None
 
-    def seen(self, request: str) -> int:
-        """Tokens of a prompt that have been read, or need not be; see offer."""
-        if request in self.reading:
-            return self.reading[request].seen
-        prefix = self.prefix_of(request)
-        return 0 if prefix is None else prefix.tokens
-
     def coming_pages(self, prompts: Mapping[str, int]) -> int:
         """Pages that all requests take at once until they end, if these come in, beside those that are held, claimed
         or needed for the next tokens: the one admission policy. prompts: the tokens of each one's prompt."""
@@ -356,9 +268,9 @@ class Requests:
             else:
                 slots[name] += bounds.slots(reader.prompt) - bounds.slots(reader.seen)
         for name, tokens in prompts.items():
-            slots[name] = self._will_fill(tokens) if self.whole else bounds.slots(tokens - self.seen(name))
+            slots[name] = self._will_fill(tokens) if self.whole else bounds.slots(tokens - self.prompts.seen(name))
         # what comes back when it ends is what it does not share
-        shared = np.array([bounds.expected(self._shared.get(name, 0)) for name in slots])
+        shared = np.array([bounds.expected(self.prompts.shared(name)) for name in slots])
         left = np.array([self._to_write(name) for name in slots])
         filled = np.array(list(slots.values()))
         most = most_pages(lambda tokens: bounds.held(filled, tokens) - shared, left)
@@ -457,38 +369,12 @@ class Requests:
             else:
                 reader = self.reading[part.request]
                 reader.cache.end(step, None)
-                self._keep_prefix(part.request)
+                self._changed |= self.prompts.keep(part.request)
                 if self.whole and reader.seen == reader.prompt:
                     self.prefixes.leave(part.request)  # it has pages of its own
         self._pass = None
 
     # ---- within ----
-
-    def _keep_prefix(self, request: str) -> None:
-        """If the request has come to a border where its cache is to be kept."""
-        reader, offered = self.reading[request], self._offered.get(request)
-        if offered is not None and reader.seen in offered.stops:
-            passed = offered.borders[: reader.seen // self.prefixes.block]
-            self.prefixes.add(Prefix(reader.cache.fork(), passed, reader.seen, interval=offered.interval))
-            self._changed = True
-
-    def _keep_ended(self, request: str) -> None:
-        """Keeps the cache of a request that decodes no more, and has some token to follow a border."""
-        assert self._running is not None
-        row, offered, all_tokens = self.decoding.index(request), self._offered.pop(request), self._ended[request]
-        tokens = all_tokens[: self._running.seen_lengths()[row]]  # its last one was never read
-        if not (borders := self.prefixes.borders(tokens, offered.root)):
-            return
-        cache = self._running.fork()
-        cache.select_sequences([row])
-        tail = tuple(tokens[len(borders) * self.prefixes.block :])
-        self.prefixes.add(Prefix(cache, borders, len(tokens), tail, asked=False, interval=offered.interval))
-
-    def _may_stop(self, tokens: int, prompt: int) -> bool:
-        """Whether a cache can be kept after so many tokens of a prompt: what a pruner has not seen yet lies in pages
-        whole, and must leave room for others."""
-        whole = self.bounds.whole(tokens)
-        return not self.whole or (2 * whole <= self.pages and whole + self.bounds.expected(prompt) <= self.pages)
 
     def _new_cache(self) -> CompressedCache:
         cache = self.make()
@@ -500,7 +386,7 @@ class Requests:
     def _cache_of(self, request: str) -> CompressedCache:
         if request in self.reading:
             return self.reading[request].cache
-        prefix = self.prefix_of(request)
+        prefix = self.prompts.found(request)
         return self.bounds.cache if prefix is None else prefix.cache
 
     @staticmethod

@@ -133,7 +133,7 @@ class PageScheduler(Scheduler):
         if (reason := served.refusal(prompt)) is not None:
             self._refuse(state, reason)
             return None
-        if served.offer(state.request_id, state.initial_tokens, _given(state)):
+        if served.prompts.offer(state.request_id, state.initial_tokens, _given(state)):
             return None
         if self.active_requests:
             pages = served.coming_pages({state.request_id: prompt})
@@ -152,8 +152,8 @@ class PageScheduler(Scheduler):
         fresh = [name for name in front if not self.waiting_requests[name]._true_initial_tokens]
         for name in fresh:
             tokens = self.waiting_requests[name].initial_tokens
-            self.served.note(name, tokens, len(tokens))
-        for i, name in enumerate(self.served.ordered(fresh), len(front) - len(fresh)):
+            self.served.prompts.note(name, tokens, len(tokens))
+        for i, name in enumerate(self.served.prompts.ordered(fresh), len(front) - len(fresh)):
             self.waiting_requests_order[i] = name
 
     # ---- pages run out ----

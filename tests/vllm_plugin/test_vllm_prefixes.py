@@ -17,7 +17,8 @@ def emptied(served):
     requests = served.engine.requests
     assert requests.pages_in_use() == 0 and served.scheduler.kv_cache_manager.usage == 0
     served.llm.reset_prefix_cache()
-    assert requests.store.count_free() == requests.pages and len(requests.prefixes) == len(requests._offered) == 0
+    assert requests.store.count_free() == requests.pages
+    assert len(requests.prefixes) == len(requests.prompts.offered) == 0
 
 
 def alike(prompts, begin=120):
@@ -29,9 +30,9 @@ def generate_thrice(served, given, new, wanted):
     """Each prompt is remembered, a fork is kept where it ended, and nothing but what is behind it is read."""
     requests, found = served.engine.requests, []
     for _ in range(3):
-        before = requests.hits
+        before = requests.prompts.hits
         assert served.generate(given, new)[0] == wanted
-        found.append(requests.hits - before)
+        found.append(requests.prompts.hits - before)
     block = requests.prefixes.block
     assert 0 < found[0] < found[1] < found[2] == sum((len(prompt) - 1) // block * block for prompt in given)
 
@@ -52,9 +53,9 @@ def test_what_pruned_prompts_begin_with_lies_in_pages_whole_until_they_are_read(
     new = [3 + 5 * i % 17 for i in range(len(given))]
     wanted, requests, found = alone(example(cache), cache, given, new), served.engine.requests, []
     for _ in range(3):
-        before = requests.hits
+        before = requests.prompts.hits
         assert served.generate(given, new)[0] == wanted
-        found.append(requests.hits - before)
+        found.append(requests.prompts.hits - before)
     block, last = requests.prefixes.block, requests.last
     assert 0 < found[0] < found[1] < found[2] == sum((len(prompt) - last) // block * block for prompt in given)
     emptied(served)
@@ -68,7 +69,7 @@ def test_pruned_prompts_that_no_step_has_room_for_come_in_parts(serve, folders, 
     new = [3 + 5 * i % 17 for i in range(len(long))]
     assert served.engine.requests.most == 97
     assert served.generate(long, new)[0] == alone(example(cache), cache, long, new)
-    assert (served.engine.requests.hits > 0) is (not given)
+    assert (served.engine.requests.prompts.hits > 0) is (not given)
     emptied(served)
 
 
@@ -76,7 +77,7 @@ def test_pruned_prompts_share_while_memory_is_short(serve, folders, prompts):
     cache = "pruned,pruner=snapkv,keep=40,window=20"
     served, given = serve(folders["plain"], cache, blocks=14), alike(prompts) * 3
     found, reasons = served.generate(given, 40)
-    assert set(reasons) == {"length"} and served.engine.requests.hits > 0
+    assert set(reasons) == {"length"} and served.engine.requests.prompts.hits > 0
     assert found == alone(example(cache), cache, given[: len(given) // 3], 40) * 3
     emptied(served)
 
@@ -86,10 +87,10 @@ def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(serve, folders
     served = serve(folders["dmc" if cache == "dmc" else "plain"], cache)
     first, second, known = prompts[0][:75], prompts[1][:90], 0
     for _ in range(3):
-        before, given = served.engine.requests.hits, [first, second]
+        before, given = served.engine.requests.prompts.hits, [first, second]
         found, _ = served.generate(given, 9)
         assert found == alone(example(cache), cache, given, 9)
-        assert served.engine.requests.hits - before == known
+        assert served.engine.requests.prompts.hits - before == known
         known = len(first) + len(second) + 16  # of an answer of 9 tokens the last was not read
         first, second = first + found[0] + prompts[2][:5], second + found[1] + prompts[3][:70]
     emptied(served)
@@ -105,7 +106,7 @@ def test_conversations_that_memory_does_not_hold_are_seldom_read_anew(serve, fol
 
     def read(turns=6):
         """The share of all tokens sent that was read."""
-        hits, sent = served.engine.requests.hits, 0
+        hits, sent = served.engine.requests.prompts.hits, 0
         said, found = [prompt[:60] for prompt in prompts[:5]], [[] for _ in range(5)]
         for i, prompt in enumerate(said):
             engine.add_request(f"{i}-0", {"prompt_token_ids": prompt}, params)
@@ -123,7 +124,7 @@ def test_conversations_that_memory_does_not_hold_are_seldom_read_anew(serve, fol
             given = [prompt for prompt, _ in turns]
             assert [answer for _, answer in turns] == alone(example("dense"), "dense", given, 6)
         served.llm.reset_prefix_cache()
-        return 1 - (served.engine.requests.hits - hits) / sent
+        return 1 - (served.engine.requests.prompts.hits - hits) / sent
 
     few = read()
     assert few < 0.3
@@ -161,7 +162,7 @@ def test_an_aborted_request_leaves_what_others_share(serve, folders, prompts):
             break
     stay = [i for i in range(6) if i not in (0, 2, 3)]
     assert [found[str(i)] for i in stay] == alone(example("dense"), "dense", [given[i] for i in stay], 9)
-    assert served.engine.requests.hits > 0
+    assert served.engine.requests.prompts.hits > 0
     emptied(served)
 
 
@@ -169,7 +170,7 @@ def test_who_asks_for_a_border_in_a_step_that_passes_it_changes_nothing(serve, f
     served, given = serve(folders["plain"], "dense", max_num_batched_tokens=512), alike(prompts)
     found, reasons = served.generate(given, 9)
     assert set(reasons) == {"length"} and found == alone(example("dense"), "dense", given, 9)
-    assert served.engine.preempted == 0 and served.engine.requests.hits > 0
+    assert served.engine.preempted == 0 and served.engine.requests.prompts.hits > 0
     emptied(served)
 
 
@@ -181,7 +182,7 @@ def test_prefixes_give_way_to_requests_and_no_token_is_lost(serve, folders, prom
     served.engine.bounds.note = lambda *_: None
     given = [prompt[:90] for prompt in alike(prompts, 64)]
     found, reasons = served.generate(given, 150)
-    assert set(reasons) == {"length"} and served.engine.preempted > 0 and served.engine.requests.hits > 0
+    assert set(reasons) == {"length"} and served.engine.preempted > 0 and served.engine.requests.prompts.hits > 0
     assert found == alone(example(cache), cache, given, 150)
     emptied(served)
 
@@ -203,7 +204,7 @@ def test_windows_of_prefixes_are_counted_as_blocks(serve, folders, prompts):
     assert (beside, prefixes.most) == (2, 3)
     wanted = alone(example(cache), cache, given, 9)
     assert [served.generate(given, 9)[0] for _ in range(2)] == [wanted] * 2 and 0 < len(prefixes) <= 3
-    assert served.engine.requests.hits > 0
+    assert served.engine.requests.prompts.hits > 0
     emptied(served)
 
 
@@ -219,14 +220,14 @@ def test_salts_and_prompt_logprobs_keep_requests_apart(serve, folders, prompts):
         (None, None, 96),
         ("mine", None, 96),
     ):
-        before = served.engine.requests.hits
+        before = served.engine.requests.prompts.hits
         given = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
         params = SamplingParams(
             temperature=0, max_tokens=4, detokenize=False, ignore_eos=True, prompt_logprobs=logprobs
         )
         (output,) = served.llm.generate([given], params, use_tqdm=False)
         assert list(output.outputs[0].token_ids) == wanted
-        assert served.engine.requests.hits - before == there
+        assert served.engine.requests.prompts.hits - before == there
         assert logprobs is None or len(output.prompt_logprobs) == 100
     emptied(served)
 
@@ -237,14 +238,14 @@ def test_salts_and_prompt_logprobs_keep_requests_apart(serve, folders, prompts):
 def test_it_is_turned_off_as_in_vllm_or_by_name(serve, folders, prompts, given):
     served = serve(folders["plain"], "dense", max_num_batched_tokens=512, **given)
     assert served.generate(prompts[:1] * 3, 4)[0] == alone(example("dense"), "dense", prompts[:1], 4) * 3
-    assert served.engine.requests.hits == served.engine.requests.kept == 0
+    assert served.engine.requests.prompts.hits == served.engine.requests.kept == 0
 
 
 def test_caches_whose_prompts_come_in_one_pass_share_nothing_and_say_so_where_it_is_asked(serve, folders, prompts):
     cache = "pruned,pruner=observedattention,keep=40"
     served = serve(folders["plain"], cache)
     assert served.generate(prompts[:1] * 3, 4)[0] == alone(example(cache), cache, prompts[:1], 4) * 3
-    assert served.engine.requests.hits == 0
+    assert served.engine.requests.prompts.hits == 0
     with pytest.raises(ValueError, match="prefixes must be 0 where a prompt must come in one pass, got 4"):
         serve(folders["plain"], cache, prefixes=4)
     with pytest.raises(ValueError, match="enable_chunked_prefill must be True with prefixes = 4"):

@@ -157,10 +157,10 @@ class Engine:
         if name in served.decoding:
             return served.make_free(taken)
         part = self._part(name, tokens - before)
-        if self.awaits(name) or before != served.seen(name) or not self._may_come(part, self._granted):
+        if self.awaits(name) or before != served.prompts.seen(name) or not self._may_come(part, self._granted):
             return False
         # a prefix that was cut to make room may serve it: it then comes in the next step
-        return served.make_free(taken + served.part_pages(part), name) and before == served.seen(name)
+        return served.make_free(taken + served.part_pages(part), name) and before == served.prompts.seen(name)
 
     def _may_come(self, part: Part, let_in: Iterable[str]) -> bool:
         """Whether a waiting request may be let in beside those that are in this step: all will find their pages until
@@ -171,17 +171,17 @@ class Engine:
             return True
         return served.make_free(served.coming_pages({x: self._lengths[x][0] for x in (*new, name)}), name, new)
 
-    # ---- prompts that begin alike: see Requests.offer ----
+    # ---- prompts that begin alike: see Prompts.offer ----
 
     def awaits(self, name: str) -> bool:
         """Whether a waiting request should wait for what another is about to read."""
-        return name not in self.requests.decoding and self._tell(self.requests.offer, name)
+        return name not in self.requests.decoding and self._tell(self.requests.prompts.offer, name)
 
     def order(self, waiting: Sequence[str]) -> list[str]:
         """In which requests that wait, given as they came, are let in."""
         for name in waiting:
-            self._tell(self.requests.note, name)
-        return self.requests.ordered(waiting)
+            self._tell(self.requests.prompts.note, name)
+        return self.requests.prompts.ordered(waiting)
 
     def _tell(self, told: Callable[..., bool], name: str) -> bool:
         request = self.known[name]
@@ -193,7 +193,7 @@ class Engine:
     def there(self, name: str) -> int:
         """Tokens of a waiting request that need not be read."""
         self.awaits(name)
-        return self.requests.seen(name)
+        return self.requests.prompts.seen(name)
 
     def most_of(self, name: str, tokens: int) -> int:
         """How many of a request's next tokens a step may have."""
@@ -205,7 +205,7 @@ class Engine:
         """Blocks that prefixes are counted as; they give way where no more than these are free."""
         if not self.beside:
             return 0
-        prefixes, own = self.requests.prefixes, self.requests.prefix_of(name)
+        prefixes, own = self.requests.prefixes, self.requests.prompts.found(name)
         while len(prefixes) * self.beside > free and prefixes.drop_oldest([own]):
             pass
         return len(prefixes) * self.beside
@@ -217,7 +217,7 @@ class Engine:
             served.start(name, self._part(name, tokens).prompt)
             self._forked[name] = served.held()[name]
         if name not in served.decoding:
-            self._granted[name] = served.part_pages(self._part(name, tokens - served.seen(name)))
+            self._granted[name] = served.part_pages(self._part(name, tokens - served.prompts.seen(name)))
 
     def blocks_of(self, name: str) -> int:
         """vLLM's blocks that a request's pages make, of those that were counted last."""

@@ -123,6 +123,25 @@ def test_a_pruned_prompt_waits_for_the_one_that_is_read_before_prefixes_give_way
         assert not served.make_free(6 * 5, "second") and served.make_free(6 * 5, "first")
 
 
+def test_what_a_pruned_prompt_began_with_stays_for_its_next_turn_while_it_is_answered():
+    model, prompt = tiny_model(), prompts_of((49,))[0]
+    with kvcompress.attach(model):
+        served = with_prefixes(model, PRUNED["pruned"], 9, pages=70)
+        read_twice(model, served, "kept", prompt)
+        served.settle()
+        held = served.kept
+        served.prompts.offer("now", prompt, 49)
+        run(model, served, [Part("now", 49 - served.start("now", 49), 49, 49)], {"now": prompt})
+        served.settle()
+        assert served.decoding == ["now"] and served.kept == held > 0
+        assert not served.make_free(served.free + 1, "another") and served.kept == held
+        assert served.make_free(served.free + 1) and served.kept < held  # but for tokens of those who decode
+        held = served.kept
+        served.drop("now")
+        served.settle()
+        assert served.make_free(served.free + 1, "another") and served.kept < held
+
+
 def test_a_name_that_comes_again_finds_what_its_own_prompt_begins_with():
     model, prompts = tiny_model(), prompts_of((17, 17))
     with kvcompress.attach(model):

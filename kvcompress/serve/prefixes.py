@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -35,8 +35,9 @@ def check_prefixes(prefixes: int | None, whole: bool = False) -> None:
 class Prefix:
     """A request's cache after its first `tokens` tokens. borders: those that it has passed; tail: the tokens behind the
     last one. Nobody writes to it: whoever goes on from there forks it. asked: whether anybody is known to. users:
-    requests that have, and hold most of its pages in any case. interval: requests that come between two that ask for
-    it, as far as is known. asked_at: how many had come when it was asked for last."""
+    requests that have and have not ended: they hold most of its pages, or their next turn is to begin with it.
+    interval: requests that come between two that ask for it, as far as is known. asked_at: how many had come when it
+    was asked for last."""
 
     cache: CompressedCache
     borders: Sequence[bytes]
@@ -79,7 +80,8 @@ class Prefixes:
     """At most `most` of them; the one that was asked for longest ago goes first, before it those that nobody asked for.
     Where they have no room, the one gives way that will be asked for last, by when it was and how often; of those that
     are asked for about as often, the longest: of conversations that take turns each keeps a part, where dropping the
-    oldest would drop what is asked for next. wanted: those that waiting requests find, in their order: these go last.
+    oldest would drop what is asked for next. wanted: those that waiting requests find, in their order: these go last,
+    but for those of requests that have not ended.
 
     A border is behind every `block` tokens, and known by a hash of all that comes before it. A KV head has rows of its
     own, and may merge tokens: what was read up to a border is had by a fork that was made there, not page by page.
@@ -166,9 +168,10 @@ class Prefixes:
         return {parted, len(borders) if goes_on else ended}
 
     def add(self, prefix: Prefix) -> None:
-        """Keeps it, if there is none of the same tokens."""
+        """Keeps it; if there is one of the same tokens, that, for the users of both."""
         prefix.asked_at = self._came
-        if self._is_kept(prefix):
+        if (same := self._same(prefix)) is not None:
+            same.users |= prefix.users
             return
         while len(self._kept) >= self.most:
             self.drop_oldest([prefix for prefix in self._kept if prefix.asked]) or self.drop_oldest()
@@ -176,9 +179,9 @@ class Prefixes:
             _ = pool.counts  # lengths are known from now on
         self._keep(prefix)
 
-    def used(self) -> list[Prefix]:
+    def used(self, requests: Collection[str]) -> list[Prefix]:
         """Those that requests have forked."""
-        return [prefix for prefix in self._kept if prefix.users]
+        return [prefix for prefix in self._kept if not prefix.users.isdisjoint(requests)]
 
     def leave(self, request: str) -> None:
         """The request holds nothing of any more, and its name may be another's."""
@@ -197,9 +200,10 @@ class Prefixes:
         """Drops the end of one that holds pages alone, so many of them if it can, or all of it where its end cannot go;
         False where there is none. Waits for the device."""
         free = [prefix for prefix in self._kept if prefix not in but]
-        unwanted = [prefix for prefix in free if prefix not in self.wanted]
-        wanted = [prefix for prefix in self.wanted if prefix in free]
-        for prefix in [*sorted(unwanted, key=self._lasting, reverse=True), *reversed(wanted)]:
+        free.sort(key=self._lasting, reverse=True)
+        unwanted = [prefix for prefix in free if not prefix.users and prefix not in self.wanted]
+        wanted = [prefix for prefix in reversed(self.wanted) if not prefix.users and prefix in free]
+        for prefix in [*unwanted, *wanted, *(prefix for prefix in free if prefix.users)]:
             alone = self._alone(prefix)
             most = int(alone[0])
             if most == 0:
@@ -209,7 +213,9 @@ class Prefixes:
             if blocks:
                 prefix.cache.take_back(prefix.tokens - blocks * self.block)
                 prefix.borders, prefix.tokens, prefix.tail = prefix.borders[:blocks], blocks * self.block, ()
-                if not self._is_kept(prefix):
+                if (same := self._same(prefix)) is not None:
+                    same.users |= prefix.users
+                else:
                     self._keep(prefix)
                     self._kept.move_to_end(prefix, last=False)
             return True
@@ -241,8 +247,9 @@ class Prefixes:
             alone[: len(here)] += here.cpu()
         return alone.flip(0).cumsum(0).flip(0)
 
-    def _is_kept(self, prefix: Prefix) -> bool:
-        return any(other.tail == prefix.tail for other in self._behind.get(prefix.border, ()))
+    def _same(self, prefix: Prefix) -> Prefix | None:
+        """The one that is kept of the same tokens."""
+        return next((other for other in self._behind.get(prefix.border, ()) if other.tail == prefix.tail), None)
 
     def _keep(self, prefix: Prefix) -> None:
         self._kept[prefix] = None

@@ -124,6 +124,11 @@ class Prompts:
         stops = [] if offered is None else [stop for stop in offered.stops if stop > seen]
         return min([prompt, *stops]) - seen
 
+    def leaves(self, request: str) -> int:
+        """Tokens that come to a prefix when a request's prompt is read."""
+        offered = self.offered.get(request)
+        return 0 if offered is None else max(max(offered.stops, default=0) - self.seen(request), 0)
+
     def let_in(self, request: str) -> Prefix | None:
         """The prefix that the request goes on from."""
         self.order.let_in(request)
@@ -143,7 +148,10 @@ class Prompts:
         if offered is None or reader.seen not in offered.stops:
             return False
         passed = offered.borders[: reader.seen // self.prefixes.block]
-        self.prefixes.add(Prefix(reader.cache.fork(), passed, reader.seen, interval=offered.interval))
+        prefix = Prefix(reader.cache.fork(), passed, reader.seen, interval=offered.interval)
+        self.prefixes.leave(request)
+        prefix.users.add(request)
+        self.prefixes.add(prefix)
         return True
 
     def keep_ended(self, offered: Offered, tokens: Sequence[int], running: CompressedCache, row: int) -> None:

@@ -178,10 +178,13 @@ class Requests:
             return True
         if missing > self.kept:
             return False
-        if self.whole and self.reading and requests and requests[-1] not in self.reading:
+        comes = bool(requests) and requests[-1] not in self.reading
+        if self.whole and self.reading and comes:
             return False  # what is held of prompts comes back when they are pruned: nobody gives way for another one
         theirs = {self.prompts.found(request) for request in requests}
-        stay = [prefix for prefix in {*self.prefixes.used(), *theirs} if prefix is not None]
+        # what a pruned prompt began with is kept for its next turn, which others wait for
+        users = [*self.reading, *self.decoding] if comes or not self.whole else self.reading
+        stay = [prefix for prefix in {*self.prefixes.used(users), *theirs} if prefix is not None]
         if missing > self.kept - self.prefixes.alone(stay):
             return False
         while (missing := pages + self.needed - self.free) > 0:
@@ -276,6 +279,8 @@ class Requests:
         most = most_pages(lambda tokens: bounds.held(filled, tokens) - shared, left)
         held = sum((-(-rows // bounds.P)).sum() for rows in here.values()) - shared[: len(here)].sum()
         margin = 0 if bounds.in_phase else MARGIN * self.pages
+        if self.whole:
+            margin += sum(bounds.whole(self.prompts.leaves(name)) for name in (*self.reading, *prompts))
         return math.ceil(most - held - self.store.claimed() - self.needed + margin)
 
     def _will_fill(self, prompt: int) -> float:
@@ -370,8 +375,6 @@ class Requests:
                 reader = self.reading[part.request]
                 reader.cache.end(step, None)
                 self._changed |= self.prompts.keep(part.request)
-                if self.whole and reader.seen == reader.prompt:
-                    self.prefixes.leave(part.request)  # it has pages of its own
         self._pass = None
 
     # ---- within ----

@@ -143,6 +143,29 @@ def test_generate_batch_takes_it_and_has_its_own_back_afterwards():
     assert type(model.init_continuous_batching(generation_config=greedy(1))) is ContinuousBatchingManager
 
 
+@pytest.mark.parametrize(
+    ("said", "models"),
+    [({}, {}), ({"max_length": 30}, {}), ({}, {"max_length": 25}), ({"max_length": 30}, {"max_new_tokens": 4})],
+)
+def test_without_max_new_tokens_an_answer_is_as_long_as_that_of_generate(said, models):
+    model, prompts = tiny_model(max_position_embeddings=36), prompts_of((12, 20))
+    model.generation_config.update(**models, eos_token_id=None)
+    config = GenerationConfig(**said, do_sample=False, pad_token_id=0)
+    expected = [model.generate(torch.tensor([x]), generation_config=config)[0, len(x) :].tolist() for x in prompts]
+    with batching(model, DENSE, pages=100):
+        results = model.generate_batch(prompts, generation_config=config)
+    assert [x.generated_tokens for x in results.values()] == expected
+
+
+def test_a_request_that_may_write_nothing_fails_alone():
+    model, prompts = tiny_model(), prompts_of((12, 20))
+    config = GenerationConfig(max_length=15, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with batching(model, DENSE, pages=100):
+        short, long = model.generate_batch(prompts, generation_config=config).values()
+    assert len(short.generated_tokens) == 3
+    assert "may write nothing behind its prompt of 20 tokens: max_new_tokens must be at least 1" in long.error
+
+
 PLAIN = """
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM

@@ -199,6 +199,26 @@ class ServedManager(ContinuousBatchingManager):
             raise RuntimeError("the manager's Batching is closed: make another by kvcompress.serve.batching")
         super().start()
 
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, max_new_tokens: int | None = None, *args: Any,
+        **given: Any,
+    ) -> str | None:  # fmt: skip
+        """transformers', but that without max_new_tokens an answer is as long as model.generate's."""
+        if max_new_tokens is None:
+            max_new_tokens = self._longest_answer(len(input_ids))
+        added: str | None = super().add_request(input_ids, request_id, max_new_tokens, *args, **given)
+        return added
+
+    def _longest_answer(self, prompt: int) -> int:
+        configs = (self.generation_config, self.model.generation_config)
+        for config in configs:
+            if config.max_new_tokens is not None:
+                return int(config.max_new_tokens)
+        for config in configs:
+            if config.max_length is not None:
+                return int(config.max_length) - prompt
+        return min(20, (getattr(self.model.config, "max_position_embeddings", None) or MOST_INT32) - prompt)
+
     def _forget(self, request: str) -> None:
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request, None)
@@ -363,6 +383,7 @@ def batching(
     of several tokens, which must fit. prefixes: most that are kept of prompts that begin alike, so as not to be read
     again, each with what a request keeps beside pages; 0 = none, None = 16, but none where prompts must fit; the one
     that was asked for longest ago goes first, also where pages run out.
+    Without max_new_tokens an answer is as long as that of model.generate (20 tokens, where no config says otherwise).
     Out of pages, the request that came last waits and is read again; one that cannot fit alone fails with an error that
     says so. Raises ValueError for caches, settings and models that cannot be served, RuntimeError for a model that is.
     """

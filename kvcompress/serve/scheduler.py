@@ -130,7 +130,10 @@ class PageScheduler(Scheduler):
     def _first_part(self, state: RequestState, budget: int) -> Part | None:
         """That of a waiting request; None where it must wait, or has failed."""
         served, prompt = self.served, self._prompt(state)
-        if (reason := served.refusal(prompt)) is not None:
+        reason = served.refusal(prompt)
+        if state._new_tokens_limit < 1:
+            reason = f"may write nothing behind its prompt of {prompt} tokens: max_new_tokens must be at least 1"
+        if reason is not None:
             self._refuse(state, reason)
             return None
         if served.prompts.offer(state.request_id, state.initial_tokens, _given(state)):

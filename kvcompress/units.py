@@ -11,7 +11,10 @@ from fractions import Fraction
 
 from .checks import MOST_INT32, need, need_integer
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
+}  # fmt: skip
 Size = int | float | str  # how much stays, as Keep.of takes it
 Tokens = int | str  # a number of them, as tokens_of takes it
 _LONG = 16  # characters that nobody writes for a share
@@ -20,9 +23,9 @@ WISH = "tokens (1024, '4k'), the share that stays (0.25, '25%', '1/4') or bytes 
 
 def size(nbytes: float) -> str:
     """Bytes, in the largest unit that they fill."""
-    for unit, one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= one:
-            return f"{nbytes / one:,.1f} {unit}"
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes >= UNITS[unit]:
+            return f"{nbytes / UNITS[unit]:,.1f} {unit}"
     return f"{nbytes:.0f} bytes"
 
 

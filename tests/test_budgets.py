@@ -42,6 +42,7 @@ def test_one_size_is_written_in_many_ways():
     for share, written in ((Fraction(1, 4), (0.25, ".25", "0.25", "25%", "1/4", "2.5e-1")), (1, (1.0, "100%", "1/1"))):
         assert {Keep.of(x).share for x in written} == {share}
     assert Keep.of("512MiB").nbytes == 512 << 20 and Keep.of("0.5 KB").nbytes == 500
+    assert Keep.of("1.5TiB").nbytes == 3 << 39 and Keep.of("2TB").nbytes == 2 * 10**12
 
 
 @pytest.mark.parametrize(

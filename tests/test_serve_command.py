@@ -163,7 +163,8 @@ def test_the_command_becomes_vllms(with_vllm, folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--memory", "8GB?"), "--memory: memory must be bytes, such as 8GiB (units: B, KB, MB, GB, KiB, MiB, GiB)"),
+        (("--memory", "8GB?"), "--memory: memory must be bytes, such as 8GiB (units: B, KB, MB, GB, TB, KiB, MiB, "
+         "GiB, TiB)"),
         (("--memory", "0B"), "--memory: memory must be at least 1, got 0"),
         (("--cache", "prund"), "--cache: cache must be one of dense"),
         (("--dtype", "half"), "--dtype: dtype must be one of float32, bfloat16, float16, auto, got half"),

@@ -193,7 +193,7 @@ def test_wrong_settings_are_named(chunk_size):
         ValueError, match=r"chunk_size must be (at least 1, got 0|a number of tokens \(1024, '1k'\), got 2.5)"
     ):
         DMCCache(model.config, chunk_size=chunk_size)
-    with pytest.raises(ValueError, match="page_size must be a power of two, got 3"):
+    with pytest.raises(ValueError, match="page_size must be a power of two, an integer such as 64, got 3"):
         DMCCache(model.config, page_size=3)
 
 

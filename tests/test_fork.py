@@ -230,7 +230,7 @@ def test_a_pool_takes_what_the_prompt_needs_and_then_doubles(model):
 
 
 def test_wrong_settings_are_named(model):
-    with pytest.raises(ValueError, match="page_size must be a power of two, got 3"):
+    with pytest.raises(ValueError, match="page_size must be a power of two, an integer such as 64, got 3"):
         IterativeCache(model.config, page_size=3)
     with pytest.raises(ValueError, match="max_pages must be given with grow='error'"):
         IterativeCache(model.config, grow="error")

@@ -467,8 +467,9 @@ def test_a_saved_pool_comes_back():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_size": 48}, "page_size must be a power of two, got 48"),
-        ({"page_size": 0}, "page_size must be a power of two, got 0"),
+        ({"page_size": 48}, "page_size must be a power of two, an integer such as 64, got 48"),
+        ({"page_size": "1k"}, "page_size must be a power of two, an integer such as 64, got '1k'"),
+        ({"page_size": 0}, "page_size must be a power of two, an integer such as 64, got 0"),
         ({"grow": "never"}, "grow must be 'double' or 'error', got 'never'"),
         ({"grow": "error"}, "max_pages must be given with grow='error'"),
         ({"max_pages": 0}, "max_pages must be at least 1, got 0"),

@@ -384,7 +384,7 @@ def test_a_guide_is_refused():
         ),
         ({"dense_layers": -1}, "dense_layers must be at least 0, got -1"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-        ({"page_size": 12}, "page_size must be a power of two, got 12"),
+        ({"page_size": 12}, "page_size must be a power of two, an integer such as 64, got 12"),
         ({"max_pages": 0}, "max_pages must be at least 1, got 0"),
         ({"grow": "error"}, "max_pages must be given with grow='error', got None"),
     ],

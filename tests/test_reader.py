@@ -77,7 +77,10 @@ def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
     model, tokenizer = example
     streaming = StreamingCache(model.config)
     for error, given in (
-        ("keep must be None where a cache is given", {"keep": 0.5, "cache": "streaming"}),
+        (
+            r"keep must be None .* got keep=0.5 and cache='streaming': leave one .* \('pruned,keep=\.\.\.'\)",
+            {"keep": 0.5, "cache": "streaming"},
+        ),
         (r"how many stay is keep=0.25 \(0.75 was the share to remove\)", {"budget": 0.75}),
         ("cache must be a compressed one, got dense", {"cache": "dense"}),
         ("cache must be a kvcompress cache, or one as text, got int", {"cache": 3}),

@@ -56,7 +56,7 @@ class PoolSettings:
         size = self.page_size
         most = MOST_INT32 // 2 + 1
         if not isinstance(size, int) or isinstance(size, bool) or size < 1 or (size <= most and size & (size - 1)):
-            raise ValueError(f"page_size must be a power of two, got {size!r}")
+            raise ValueError(f"page_size must be a power of two, an integer such as 64, got {size!r}")
         need_integer("page_size", size, 1, most)
         if self.grow not in ("double", "error"):
             raise ValueError(f"grow must be 'double' or 'error', got {self.grow!r}")

@@ -118,7 +118,11 @@ def read(
     whole: Any = model
     kind = CacheSpec.kind_of(whole.config)
     for name, value in (("keep", keep), ("budget", budget)):
-        need(value is None or cache is None, f"{name} must be None where a cache is given, got {value!r}")
+        need(
+            value is None or cache is None,
+            f"{name} must be None where a cache is given, got {name}={value!r} and cache={cache!r}: leave one of them "
+            f"out, or make a pruned cache with {name} itself ('pruned,{name}=...')",
+        )
         need(value is None or kind is None, f"{name} must be None with a model converted to {kind}, got {value!r}")
     if cache is None and kind is None:
         cache = PrunedCache(whole.config, budget=budget, keep=KEEP if keep is None else keep, later="keep")

@@ -9,7 +9,7 @@ from torch import Tensor
 from .caches.spec import DENSE, CacheSpec
 from .checks import need
 from .hf import attach
-from .hf.argument import cache_of
+from .hf.argument import CACHE, cache_of
 from .reading import prefilling
 
 DEFAULT = "pruned,keep=1/4"
@@ -39,7 +39,7 @@ def generate(
     if compress is not None and not isinstance(compress, str):
         raise TypeError(f"compress must be a cache as text, such as {DEFAULT!r}, got {type(compress).__name__}")
     if cache_of(generation) is not None:
-        raise TypeError("past_key_values must not be given: compress makes the cache")
+        raise TypeError(f"{CACHE} must not be given: compress makes the cache")
     need((inputs is None) != (input_ids is None), "input_ids must be given, once: as inputs or as input_ids")
     ids: Any = inputs if input_ids is None else input_ids
     spec = CacheSpec.parse(compress if compress is not None else CacheSpec.kind_of(model.config) or DEFAULT)

@@ -207,7 +207,7 @@ def test_update_says_how_a_cache_is_filled(is_attached):
     if is_attached:
         attach(model)
     keys = torch.randn(1, 2, 3, 16)
-    message = r"an attached model fills them .* call kvcompress.attach\(model\) first.*past_key_values=cache"
+    message = r"an attached model fills them .* call kvcompress.attach\(model\) first.*model\(input_ids, .*=cache\)"
     with pytest.raises(RuntimeError, match=message):
         IterativeCache(model.config).update(keys, keys, 0)
 

@@ -85,6 +85,7 @@ def check_sh(block: Block, page: Path) -> None:
             assert (ROOT / file).is_file(), f"{page.name}: no {file}"
 
 
+@pytest.mark.filterwarnings("error:`past_key_values`:FutureWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     found = blocks(page)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..hf.argument import CACHE
 from ..hf.indexing import IndexTicket
 from ..hf.method import Call
 from ..hf.now import THREAD
@@ -130,8 +131,8 @@ class Generation(Summary, RecurrentStates, Cache):
         return ValueError(
             f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
             "slices as many from the front of what it is given. Pass those tokens and the new ones, "
-            "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
-            "model(new_ids, past_key_values=cache) without attention_mask and position_ids; for another prompt "
+            f"model.generate(torch.cat([seen_ids, new_ids], 1), {CACHE}=cache), or call "
+            f"model(new_ids, {CACHE}=cache) without attention_mask and position_ids; for another prompt "
             "call cache.reset() first"
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from ..hf.argument import CACHE
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .passes import CachePass
@@ -72,7 +73,7 @@ class CompressedLayer(BatchState, CacheLayerMixin):
         raise RuntimeError(
             "compressed caches have no update(): an attached model fills them in its own forward pass. If a model "
             "called it, that model is not attached: call kvcompress.attach(model) first. If you did: give the cache to "
-            "a model, model(input_ids, past_key_values=cache)"
+            f"a model, model(input_ids, {CACHE}=cache)"
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .argument import CACHE
+
 FIELD = "kvcompress"  # of adapter_config.json, as of the model's config
 
 
@@ -29,7 +31,7 @@ def check_adapter(model: nn.Module, *, reads: bool = False) -> None:
     if reads:
         raise ValueError(
             f"model must not be tuned by a prompt to be read by kvcompress, got PEFT's {kind}: tokens go to the "
-            "decoder alone, without it; model.generate(input_ids=ids, past_key_values=cache) puts it in front"
+            f"decoder alone, without it; model.generate(input_ids=ids, {CACHE}=cache) puts it in front"
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..positions import NormedTables, RotaryTables
 from .alibi import AlibiTables
+from .argument import CACHE
 from .indexing import Indexer
 from .places import Places, placed
 
@@ -134,7 +135,7 @@ class Facts(dict[int, LayerFacts]):
         if self.crosses:
             raise ValueError(
                 f"{wish} needs a decoder alone, and this model's attends to an encoder besides: give a cache to "
-                "model.generate(inputs, past_key_values=cache)"
+                f"model.generate(inputs, {CACHE}=cache)"
             )
 
     def placed(self, places: Sequence[Places]) -> Facts:

@@ -97,7 +97,7 @@ def prefill(
     logits: LogitsSink | None = None,
     progress: Progress | bool = False,
 ) -> CompressedCache:
-    """Reads all but the last token of a prompt; model.generate(input_ids, past_key_values=cache) goes on from there.
+    """Reads all but the last token of a prompt; model.generate(input_ids, cache=cache) goes on from there.
 
     model: attached (kvcompress.attach). input_ids: [B, T], T >= 1, or what a tokenizer returns, tensors with their
     attention_mask; if the cache has seen tokens already, the whole conversation: the first cache.get_seq_length()
@@ -114,7 +114,7 @@ def prefill(
     A prompt that is too long to hold: input_ids may be a numpy array [T] of one sequence (numpy.memmap), which is read
     piece by piece, or an iterator of integers or arrays of them, of which nobody knows the length: it needs a fixed
     chunk and memory. All of its tokens are read, none is held back, and they do not count in get_seq_length(): what
-    comes next, model.generate(question_ids, past_key_values=cache), is given without them.
+    comes next, model.generate(question_ids, cache=cache), is given without them.
 
     Returns the cache. Only cache-sized state and one chunk's activations are held.
     Raises TypeError for what is no tensor, ValueError for wrong shapes or padding or a cache of another model's shape,

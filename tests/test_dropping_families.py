@@ -167,7 +167,7 @@ def unlike_a_gated_cache(facts):
 def test_a_token_sees_what_gates_let_through(name):
     if CONFIGURATIONS[name].grows:
         pytest.skip("its frequencies change with every token, so that one pass is another model")
-    if name == "xglm":
+    if name in ("xglm", "trocr", "mvp", "led"):
         pytest.skip("its own code takes one mask for all heads: xglm/one_head is here")
     model = CONFIGURATIONS[name].model()
     ids = torch.randint(3, 97, (2, WHOLE), generator=torch.Generator().manual_seed(1))

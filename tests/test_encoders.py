@@ -3,11 +3,29 @@
 tests/test_families.py has more of them with room for everything, tests/test_dropping_families.py with less.
 """
 
+import copy
+
 import pytest
 import torch
 from helpers import forward
 from test_dropping_families import hiding
-from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, VisionEncoderDecoderModel, ViTConfig
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    GPT2Config,
+    MvpConfig,
+    MvpForConditionalGeneration,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
+    SpeechT5Config,
+    SpeechT5ForSpeechToText,
+    TrOCRConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    XGLMConfig,
+)
 from transformers.models.vision_encoder_decoder import VisionEncoderDecoderConfig
 
 import kvcompress
@@ -75,7 +93,7 @@ def test_the_encoder_keys_are_transformers_own_and_made_once():
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {}])
-@pytest.mark.parametrize("name", ["bart/encoder", "t5gemma"])
+@pytest.mark.parametrize("name", ["bart/encoder", "t5gemma", "mvp", "led"])
 @torch.no_grad()
 def test_generate_takes_a_cache_alone(name, how):
     model, ids, said = CONFIGURATIONS[name].model(), tokens(length=12), []
@@ -100,13 +118,22 @@ def test_whisper_writes_behind_a_prompt_what_it_would_without_us(how):
     assert cache.get_seq_length() >= 12 + 9
 
 
+TEXTS = {
+    "GPT-2": GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "TrOCR": TrOCRConfig(vocab_size=VOCABULARY, d_model=64, decoder_layers=2, decoder_attention_heads=4,
+                         decoder_ffn_dim=64, cross_attention_hidden_size=32),
+    "XGLM": XGLMConfig(vocab_size=VOCABULARY, d_model=64, num_layers=2, attention_heads=4, ffn_dim=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
 @torch.no_grad()
-def test_a_vision_model_around_a_decoder_that_may_stand_alone():
+def test_a_vision_model_around_a_decoder_that_may_stand_alone(text):
     images = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=28,
                        patch_size=14)  # fmt: skip
-    text = GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128)
     torch.manual_seed(0)
-    model = VisionEncoderDecoderModel(VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, text)).eval()
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(images, copy.deepcopy(TEXTS[text]))
+    model = VisionEncoderDecoderModel(config).eval()
     enlarge(model)
     given = {"pixel_values": torch.randn(2, 3, 28, 28), "decoder_input_ids": tokens()}
     dense = model(**given).logits
@@ -160,3 +187,36 @@ def test_what_would_read_the_decoder_alone_is_refused(wish):
         assert (
             difference(forward(model, ids, past_key_values=cache), forward(model, ids)) <= TOLERANCE
         )  # nothing was stored
+
+
+OWN_CODE = "layer 0 attends by code of its own"
+REFUSED = {
+    FSMTForConditionalGeneration: (
+        OWN_CODE,
+        lambda: FSMTConfig(langs=["a", "b"], src_vocab_size=99, tgt_vocab_size=99, d_model=32, encoder_layers=1,
+                           decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2),
+    ),
+    ProphetNetForConditionalGeneration: (
+        OWN_CODE,
+        lambda: ProphetNetConfig(vocab_size=99, hidden_size=32, num_encoder_layers=1, num_encoder_attention_heads=2,
+                                 num_decoder_layers=1, num_decoder_attention_heads=2),
+    ),
+    SpeechT5ForSpeechToText: (
+        "SpeechT5DecoderWithTextPrenet takes no input_ids, by which decoders are given their tokens",
+        lambda: SpeechT5Config(vocab_size=99, hidden_size=32, encoder_layers=1, encoder_attention_heads=2,
+                               decoder_layers=1, decoder_attention_heads=2, conv_dim=(16,), conv_stride=(5,),
+                               conv_kernel=(10,), num_conv_pos_embedding_groups=2),
+    ),
+    MvpForConditionalGeneration: (
+        r"its layers attend to a prompt of their own beside the tokens \(use_prompt\)",
+        lambda: MvpConfig(vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+                          decoder_attention_heads=2, use_prompt=True, prompt_length=3, prompt_mid_dim=8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_be_attached_is_named_with_the_reason(kind):
+    reason, config = REFUSED[kind]
+    with pytest.raises(ValueError, match=f"^{kind.__name__} is not supported: {reason}"):
+        kvcompress.attach(kind(config()))

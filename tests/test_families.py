@@ -26,7 +26,7 @@ KINDS = names(
     hunyuan_v1_dense smollm3/no_rope gemma2/softcap gemma3_text/sliding gpt_oss/sliding gemma3n_text/shared
     gemma4_text/shared mixtral deepseek_v3/yarn deepseek_v32 qwen3_next falcon_h1 jamba gpt2 qwen3_vl/multimodal
     kosmos-2.5/multimodal bart/decoder recurrent_gemma llama4_text/chunked falcon/new bloom
-    mpt/alibi falcon/alibi gpt_neo xglm bart/encoder pegasus_x whisper moonshine t5gemma"""
+    mpt/alibi falcon/alibi gpt_neo xglm bart/encoder led pegasus_x whisper moonshine t5gemma"""
 )
 # biases, a cache of its own kind, code of their own, both ways, no keys
 KINDS_REFUSED = names(

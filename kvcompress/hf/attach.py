@@ -176,6 +176,8 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
     try:
         if CACHE not in parameters:
             raise ValueError(f"its decoder takes no {CACHE}")
+        if "input_ids" not in parameters:
+            raise ValueError(f"{type(decoder).__name__} takes no input_ids, by which decoders are given their tokens")
         layers = cache_layers(decoder.config)
         check_version(decoder.config, layers)
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())

@@ -78,11 +78,11 @@ def _gpt_neo(module: Any, attention: Attention, hidden_states: Tensor, **given: 
     return module.resid_dropout(module.out_proj(out))
 
 
-def _xglm(
-    module: Any, attention: Attention, hidden_states: Tensor, key_value_states: Tensor | None = None, **given: Any
+def _bart_like(
+    module: Any, attention: Attention, hidden_states: Tensor, attn_prompt: Any = None, **given: Any
 ) -> Tensor:
-    if key_value_states is not None:
-        raise ValueError("it attends to an encoder besides")
+    if attn_prompt is not None:
+        raise ValueError("its layers attend to a prompt of their own beside the tokens (use_prompt)")
     q, k, v = _projected(module, hidden_states)
     out = attention(q, k, v, scaling=module.scaling, dropout=_dropout(module, module.dropout))
     return module.out_proj(out)
@@ -105,10 +105,12 @@ def _dropout(module: nn.Module, p: float) -> float:
 
 
 class _Family(NamedTuple):
-    """forward: of the module, (module, attention, hidden states, ...). output: the linear layer behind attention."""
+    """forward: of the module, (module, attention, hidden states, ...). output: the linear layer behind attention.
+    results: how many the module gives, of which all but the first are None here."""
 
     forward: Callable[..., Tensor]
     output: str
+    results: int = 2
 
 
 FAMILIES = {
@@ -116,9 +118,12 @@ FAMILIES = {
     "BloomAttention": _Family(_bloom, "dense"),
     "MptAttention": _Family(_mpt, "out_proj"),
     "GPTNeoSelfAttention": _Family(_gpt_neo, "out_proj"),
-    "XGLMAttention": _Family(_xglm, "out_proj"),
+    "XGLMAttention": _Family(_bart_like, "out_proj"),
+    "TrOCRAttention": _Family(_bart_like, "out_proj"),
+    "MvpAttention": _Family(_bart_like, "out_proj"),
+    "LEDDecoderAttention": _Family(_bart_like, "out_proj", results=3),
 }
-_MODEL_TYPES = {"falcon", "bloom", "mpt", "gpt_neo", "xglm"}
+_MODEL_TYPES = {"falcon", "bloom", "mpt", "gpt_neo", "xglm", "trocr", "mvp", "led"}
 
 
 def own_family(module: nn.Module) -> _Family | None:
@@ -141,10 +146,11 @@ class OwnForward:
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         now = THREAD.now
-        if now.ours:
-            # nobody asks for the attention weights
-            return self.family.forward(self.module, self._attention(_cache_in(given)), *args, **given), None
-        if now.watcher is None:
+        across = given.get("key_value_states") is not None  # to an encoder, whose keys are not ours
+        if now.ours and not across:
+            out = self.family.forward(self.module, self._attention(_cache_in(given)), *args, **given)
+            return out, *[None] * (self.family.results - 1)  # nobody asks for the attention weights
+        if now.watcher is None or across:
             return self._as_before(*args, **given)
         output = getattr(self.module, self.family.output)
         hook = output.register_forward_pre_hook(self._watched)

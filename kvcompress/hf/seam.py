@@ -210,11 +210,12 @@ def _register(name: str) -> None:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         now = THREAD.now
-        if now.ours and needs_no_mask(kwargs.get("config")):
-            return NoMask()
-        if now.probe is not None:
-            return MaskTicket(kwargs["mask_function"], indexed=has_indexers(kwargs.get("config")))
         across = kwargs.get("mask_function") is bidirectional_mask_function  # to an encoder's keys
+        own = needs_no_mask(kwargs.get("config"))
+        if now.ours and own and not across:
+            return NoMask()
+        if now.probe is not None and not own:  # whose own code attends to an encoder, by a mask
+            return MaskTicket(kwargs["mask_function"], indexed=has_indexers(kwargs.get("config")))
         if now.outer is None and (across or not now.ours):
             return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
         if now.outer is not None:

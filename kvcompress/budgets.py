@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -157,7 +156,7 @@ class Budget(ABC):
         if keep.tokens is not None:
             return min(keep.tokens, length)
         assert keep.share is not None
-        return math.ceil(keep.share * length)
+        return -(-keep.share.numerator * length // keep.share.denominator)  # asked in every step: no Fraction is made
 
     def tokens_of(self, keep: Keep, length: int, layer: int, shape: CacheShape) -> int:
         """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""

@@ -312,6 +312,10 @@ def test_a_pool_gives_back_what_its_codes_stand_for(kind):
     ]
     for found, x in zip(pool.gather(9), wanted, strict=True):
         assert torch.equal(found.view(2, 3, 9, 8), x)
+    some = pool.gather(9)
+    for x in some:
+        x[[0, 2, 3, 5]] = 0
+    assert all(torch.equal(found, x) for found, x in zip(pool.gather(9, rows=[4, 1]), some, strict=True))
     other = pool.fork()
     slots = torch.tensor([[1, 4, 8]] * 6, dtype=torch.int32)
     pool.keep(slots, [3] * 6)

@@ -47,17 +47,13 @@ class CachePass(Pass):
         self.facts, self.layers = facts, layers
         self.more, self.continues = more, continues
         self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
+        self.compressing = sum(getattr(layer, "number", -1) >= 0 for layer in layers)  # how many layers of the cache do
         self.contest: Contest | None = None  # where layers share a budget
         self.later = False  # whether its tokens follow a prompt that is compressed, and are kept whole
         self.prompts: tuple[int, ...] | None = None  # tokens of whole prompts of which this pass reads a part
         self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
         self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
         self._claiming: list[PagePool] = []
-
-    @property
-    def compressing(self) -> int:
-        """How many layers of the cache compress."""
-        return sum(getattr(layer, "number", -1) >= 0 for layer in self.layers)
 
     @property
     def one(self) -> bool:

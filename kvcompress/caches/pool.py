@@ -116,20 +116,30 @@ class PagePool(BatchState, Keeping):
         """Bytes of all tensors: every page of the store, free or in use by forks, the free list, and this table."""
         return self.store.nbytes() + sum(x.numel() * x.element_size() for x in (self.block_table, self.lengths))
 
-    def gather(self, capacity: int, names: Sequence[str] | None = None) -> list[Tensor]:
+    def gather(
+        self, capacity: int, names: Sequence[str] | None = None, rows: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """For each name in slots (or of these) [R, capacity, ...], zeros past each row's length. capacity: at least the
-        longest. Of slots in a format keys and values, as numbers again."""
+        longest. Of slots in a format keys and values, as numbers again. rows: of these alone, zeros of others."""
         form = self.store.form
         if form is None:
-            return self._gather(capacity, names)
-        wanted = [name for name in form.names if names is None or name in names]
-        parts = [name for name in self.store.arrays if any(name in (x, scales_of(x)) for x in wanted)]
-        found = dict(zip(parts, self._gather(capacity, parts), strict=True))
-        return [form.decode(name, found[name], found[scales_of(name)]) for name in wanted]
+            found = self._gather(capacity, names, rows)
+        else:
+            wanted = [name for name in form.names if names is None or name in names]
+            parts = [name for name in self.store.arrays if any(name in (x, scales_of(x)) for x in wanted)]
+            codes = dict(zip(parts, self._gather(capacity, parts, rows), strict=True))
+            found = [form.decode(name, codes[name], codes[scales_of(name)]) for name in wanted]
+        if rows is None:
+            return found
+        index = torch.tensor(rows, device=self.lengths.device)
+        return [x.new_zeros(len(self.counts), *x.shape[1:]).index_copy_(0, index, x) for x in found]
 
-    def _gather(self, capacity: int, names: Sequence[str] | None) -> list[Tensor]:
+    def _gather(self, capacity: int, names: Sequence[str] | None, of: Sequence[int] | None) -> list[Tensor]:
         counts, P = self.counts, self.page_size
         every, table, lengths, _ = self.snapshot()
+        if of is not None:
+            index = torch.tensor(of, device=lengths.device)
+            counts, table, lengths = [counts[row] for row in of], table[index], lengths[index]
         arrays = [array for name, array in every.items() if names is None or name in names]
         longest = max(counts, default=0)
         out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in arrays]

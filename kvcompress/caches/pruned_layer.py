@@ -204,17 +204,18 @@ class PrunedLayer(PagedLayer):
         tokens = self.next[b] - self.offsets[b]  # so far
         return self.policy.tokens_of(tokens, self.number, layers, len(pool.bounds), slot)
 
-    def _due(self, slack: int, step: CachePass) -> bool:
+    def _due(self, slack: int, step: CachePass) -> list[int]:
+        """The sequences that are."""
         if slack == NEVER:
-            return False
+            return []
         if step.contest is not None:
-            return any(self._contested(step, b, slack) is not None for b in range(len(self.next)))
-        return self._any_over(self.opened.bounds, step, slack)
+            return [b for b in range(len(self.next)) if self._contested(step, b, slack) is not None]
+        return self._which_over(self.opened.bounds, step, slack)
 
-    def _any_over(self, held: list[int], step: CachePass, slack: int) -> bool:
-        """The same of any sequence, of rows of which it is to keep what its budget says."""
+    def _which_over(self, held: list[int], step: CachePass, slack: int) -> list[int]:
+        """Sequences whose rows hold more than what their budgets say."""
         rows = by_sequence(held, len(self.next))
-        return any(self._over(row, self.keep_of(b, step.compressing), slack) for b, row in enumerate(rows))
+        return [b for b, row in enumerate(rows) if self._over(row, self.keep_of(b, step.compressing), slack)]
 
     def _over(self, held: list[int], keep: int, slack: int) -> bool:
         """Whether the rows of one sequence are so many tokens over what they are to keep, mean."""
@@ -268,7 +269,8 @@ class PrunedLayer(PagedLayer):
         guides = [0] * len(self.next) if call is None else self._without_guide(step)
         # the scores of all of a prompt are held, whether some of it goes yet or not
         holds = call is not None and self.chooser.holds and self.policy.compresses(step)
-        if not (any(guides) or accumulates or holds or self._due(slack, step)):
+        everyone = any(guides) or accumulates or holds
+        if not (everyone or (due := self._due(slack, step))):
             return
         if call is not None:
             queries, valid = call, list(step.counts)
@@ -279,7 +281,7 @@ class PrunedLayer(PagedLayer):
             queries, valid = pool.zeros(len(self.next), self.heads, 0, D), [0] * len(self.next)
         else:
             return
-        offers = self._offers(facts, queries, valid, guides, entering)
+        offers = self._offers(facts, queries, valid, guides, entering, None if everyone else due)
         offers.repeated = None if step.iteration is None else step.iteration.repeated
         self.settle(offers, step, facts, slack=slack)
 
@@ -372,16 +374,21 @@ class PrunedLayer(PagedLayer):
         return 1 if self.policy.prompts and self.policy.compresses(step) else NEVER
 
     def _offers(
-        self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int], entering: Tensor | None = None
-    ) -> Offers:
-        """What the pages hold. queries: or what there is of recent tokens in their place (RecentQueries)."""
+        self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int], entering: Tensor | None = None,
+        alone: list[int] | None = None,
+    ) -> Offers:  # fmt: skip
+        """What the pages hold. queries: or what there is of recent tokens in their place (RecentQueries). alone: of
+        these sequences, None = all."""
         pool, pruner = self.opened, self.policy.pruner
         if pruner.uses_entering and entering is None:
             queries, entering = queries[..., :0], queries
         D = pool.k_pages.shape[2]
         names = ("keys", "values") if pruner.uses_values else ("keys",)
         if pruner.uses_keys:
-            keys, *values = pool.gather(max(pool.counts, default=0), names)
+            rows = None
+            if alone is not None and len(alone) < len(self.next):
+                rows = [b * self.heads + head for b in alone for head in range(self.heads)]
+            keys, *values = pool.gather(max(pool.counts, default=0), names, rows)
         else:
             keys, values = pool.zeros(1).expand(len(pool.counts), max(pool.counts, default=0), D), []
         seen = queries
@@ -475,7 +482,7 @@ class PrunedLayer(PagedLayer):
         every = self.policy.every or NEVER
         if every == NEVER or isinstance(self.policy.budget, GlobalTopK):  # what other layers hold, nobody knows yet
             return every != NEVER
-        return self._any_over(grown, step, every)
+        return bool(self._which_over(grown, step, every))
 
     # ---- state ----
 

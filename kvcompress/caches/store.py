@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import MOST_INT32, need_integer
-from .formats import FORMATS, Dtypes, Format, Slots, scales_of
+from .formats import FORMATS, Dtypes, Format, Slots, scales_of, slot_nbytes
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -145,6 +145,7 @@ class PageStore:
         slots are of, None = they hold tokens as they come."""
         P = settings.page_size
         self.settings, self.form = settings, form
+        self._page_nbytes = P * slot_nbytes(slots)  # asked in every step
         self.arrays = {
             name: torch.empty(0, P, *shape, dtype=dtype, device=device) for name, (shape, dtype) in slots.items()
         }
@@ -347,7 +348,7 @@ class PageStore:
 
     def page_nbytes(self) -> int:
         """Bytes of one page, all arrays together."""
-        return sum(math.prod(array.shape[1:]) * array.element_size() for array in self.arrays.values())
+        return self._page_nbytes
 
     @locked
     def nbytes(self) -> int:

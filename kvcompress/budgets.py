@@ -160,7 +160,8 @@ class Budget(ABC):
 
     def tokens_of(self, keep: Keep, length: int, layer: int, shape: CacheShape) -> int:
         """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""
-        return self.checked_tokens(self.mean_tokens(keep, length, shape), length, layer, shape.layers)
+        mean = self.mean_tokens(keep, length, shape)
+        return self.checked_tokens(mean, length, layer, shape.layers) if self.divides_layers else mean
 
     def checked_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         """layer_tokens; ValueError for what no layer can keep."""

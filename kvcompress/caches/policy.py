@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from .store import PoolSettings
 NEVER = 1 << 60  # tokens
 LATER = ("compress", "keep")
 _LITTLE, _OF = 50, 40  # tokens, and times as many: less than any paper reports of
+
+_shape = functools.lru_cache(maxsize=256)(CacheShape)  # of every sequence in every layer and step
 
 
 class Notices:
@@ -118,7 +121,7 @@ class Policy:
 
     def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
-        shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every or 0)
+        shape = _shape(layers, rows, slot_nbytes, self.pool.page_size, self.every or 0)
         return self.budget.tokens_of(self.keep, length, layer, shape)
 
     def compresses(self, step: CachePass) -> bool:

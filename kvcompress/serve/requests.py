@@ -273,7 +273,7 @@ class Requests:
         for name, tokens in prompts.items():
             slots[name] = self._will_fill(tokens) if self.whole else bounds.slots(tokens - self.prompts.seen(name))
         # what comes back when it ends is what it does not share
-        shared = np.array([bounds.expected(self.prompts.shared(name)) for name in slots])
+        shared = np.array([bounds.expected(tokens) if (tokens := self.prompts.shared(name)) else 0 for name in slots])
         left = np.array([self._to_write(name) for name in slots])
         filled = np.array(list(slots.values()))
         most = most_pages(lambda tokens: bounds.held(filled, tokens) - shared, left)

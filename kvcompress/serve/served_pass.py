@@ -119,6 +119,8 @@ class ServedPass(Pass):
 
     def _finite(self, *given: Tensor) -> list[Tensor]:
         """given: [n, H, 1, D] each, with zeros for requests some of whose numbers are not finite."""
+        if given[0].is_cpu and all(x.sum(dtype=torch.float32).isfinite() for x in given):  # nobody waits for it there
+            return list(given)
         sums = torch.stack([x.sum((1, 2, 3), dtype=torch.float32) for x in given]).sum(0)
         broken = ~sums.isfinite()[:, None, None, None]
         self._broken = broken if self._broken is None else self._broken | broken

@@ -46,6 +46,12 @@ def test_a_text_is_read_once_and_asked_often(reading, tmp_path, example):
     assert torch.equal(again.cache.read_ids, reading.cache.read_ids)
 
 
+def test_each_question_can_have_several_answers_that_end_at_a_text(reading):
+    found = reading.ask(QUESTIONS, num_beams=2, num_return_sequences=2, max_new_tokens=5)
+    assert [best for best, _ in found] == ANSWERS and all(second not in ANSWERS for _, second in found)
+    assert reading.ask(QUESTIONS[0], stop_strings=["2"]) == "482"
+
+
 @pytest.mark.parametrize(
     "cache",
     ["quest,token_budget=256", CacheSpec("streaming", {"window_size": "2000"}), lambda c: PrunedCache(c, keep=1.0)],
@@ -95,6 +101,8 @@ def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
         kvcompress.read(model, tokenizer, "")
     with pytest.raises(ValueError, match="question must not be empty"):
         reading.ask("")
+    with pytest.raises(ValueError, match="return_dict_in_generate must be False for ask, got True"):
+        reading.ask(QUESTIONS[0], return_dict_in_generate=True)
     cache = kvcompress.prefill(
         model, tokenizer(TEXT, return_tensors="pt").input_ids, PrunedCache(model.config, keep=64)
     )

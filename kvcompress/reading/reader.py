@@ -41,14 +41,14 @@ class Reading:
     def ask(self, question: str, **generation: Any) -> str: ...
     @overload
     def ask(self, question: Sequence[str], **generation: Any) -> list[str]: ...
-    def ask(self, question: str | Sequence[str], **generation: Any) -> str | list[str]:
+    def ask(self, question: str | Sequence[str], **generation: Any) -> Any:
         """What the model writes after the text and a question, greedily unless generation says otherwise.
 
         question: text that follows the one that was read, as it is (the words of a chat template included), or several,
         each of which is asked of the text alone. generation: arguments of model.generate; max_new_tokens is 64 where
-        nothing says how long. Returns the answer, or a list of answers. Warns where positions reach beyond the trained
-        length.
-        Raises ValueError for an empty question, TypeError for what is no text.
+        nothing says how long. Returns the answer, or a list of answers; each of them is a list where generation asks
+        for several (num_return_sequences). Warns where positions reach beyond the trained length.
+        Raises ValueError for an empty question and for return_dict_in_generate, TypeError for what is no text.
         """
         if isinstance(question, (list, tuple)):
             return [self.ask(one, **generation) for one in question]
@@ -56,7 +56,8 @@ class Reading:
         seen = self.cache.read_ids
         assert seen is not None
         asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids.to(seen)
-        settings = {"do_sample": False, **generation}
+        settings = {"do_sample": False, "return_dict_in_generate": False, "tokenizer": self.tokenizer, **generation}
+        need(not settings["return_dict_in_generate"], "return_dict_in_generate must be False for ask, got True")
         if not {"max_new_tokens", "max_length"} & settings.keys():
             settings["max_new_tokens"] = 64
         ids = torch.cat([seen, asked], dim=1)
@@ -65,7 +66,8 @@ class Reading:
         with without_reminder():
             out = whole.generate(ids, attention_mask=torch.ones_like(ids), **with_cache(asking, settings))
         warn_of_length(asking, 2)
-        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        answers: Any = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        return answers[0] if len(answers) == 1 else answers
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Saves cache and token ids as one file, as CompressedCache.save does. Returns the path."""

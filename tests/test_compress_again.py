@@ -107,6 +107,18 @@ def test_a_full_pool_loses_nothing(model):
     assert fork.stored_lengths() == [[[24, 24]]] * 3
 
 
+@pytest.mark.parametrize("pruner", [SNAP, *PRUNERS], ids=name_of)
+def test_bytes_are_what_a_cache_holds(model, pruner):
+    """What is remembered of each token included; the latest queries alone come on top."""
+    for budget in (Uniform(), PyramidKV(), AdaKV(), GlobalTopK()):
+        for later in ("compress", "keep"):
+            cache = PrunedCache(model.config, pruner, budget, keep="40KiB", later=later, page_size=4)
+            prefill(model, random_ids(200), cache)
+            recent = [layer.chooser.recent for layer in cache.layers]
+            queries = sum(held.nbytes() for held in recent if held is not None)
+            assert 36 << 10 < cache.nbytes() - queries <= 40 << 10, (budget, later)
+
+
 @pytest.mark.parametrize(
     ("pruner", "size"),
     [(SNAP, size) for size in SIZES]

@@ -121,6 +121,7 @@ class Policy:
 
     def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
+        slot_nbytes += 4 * (self.pruner.accumulates + self.holds_scores)  # a float of each beside the pages
         shape = _shape(layers, rows, slot_nbytes, self.pool.page_size, self.every or 0)
         return self.budget.tokens_of(self.keep, length, layer, shape)
 

@@ -36,9 +36,9 @@ class PrunedCache(CompressedCache):
     config: the model's config. pruner: what chooses them; not given, Replay(), which needs no question.
     keep: how many stay: tokens of each row, which is a KV head of a layer, mean over layers and heads (1024, "1k" =
     1,024); the share of a sequence's tokens (0.25, "25%", "1/4": of T tokens that many, rounded up, the share taken as
-    it is written); or bytes of all pages and their tables ("512MiB"; what a pruner keeps besides, the latest queries or
-    running scores, comes on top and counts in nbytes). A whole number is tokens, one with a point a share: 1.0 keeps
-    all. None = the pruner's own.
+    it is written); or bytes ("512MiB") of all pages, their tables and what is remembered of each token (running scores,
+    those of later="keep"); a pruner's latest queries come on top and count in nbytes. A whole number is tokens, one
+    with a point a share: 1.0 keeps all. None = the pruner's own.
     budget: how they are divided over layers and heads (PyramidKV(), AdaKV(), GlobalTopK(), Profiled(profile)); None =
     evenly (Uniform), or without a pruner by GlobalTopK, where a layer may need pages for a whole prompt (max_pages).
     every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a

@@ -32,4 +32,4 @@ else:
 
     def __dir__() -> list[str]:
         public = import_module(".public", __name__)
-        return sorted([*public.__all__, *public.MODULES, "__all__", "__doc__", "__version__"])
+        return sorted([*public.__all__, "__all__", "__doc__", "__version__"])

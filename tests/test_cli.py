@@ -67,6 +67,13 @@ def planned(*arguments):
     return result.output
 
 
+def test_large_numbers_of_a_plan_are_whole():
+    output = planned(
+        "--tokens", "10000000", "--chunk-size", "64k", "--memory-size", "16k", "--dynamic", "--model", "example"
+    )
+    assert "…" not in output and "57,274" in output
+
+
 def test_plan_prints_what_the_plan_is():
     output = planned("--tokens", "32", "--chunk-size", "8", "--memory-size", "8", "--dynamic", "--initial-memory", "2")
     assert output.startswith("32 tokens, schedule linear, shrinking chunks\n")

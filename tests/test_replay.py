@@ -229,7 +229,10 @@ def test_decoded_tokens_find_their_predecessors(every):
 
 def test_no_position_that_the_model_does_not_know():
     model, ids = attached(max_position_embeddings=64), random_ids(62)
-    with pytest.raises(ValueError, match=r"Replay asks queries again at 16 positions behind the 61 .* trained for 64"):
+    with pytest.raises(
+        ValueError,
+        match=r"Replay asks queries again at 16 positions behind the 61 .* trained for 64: it takes 48 at most",
+    ):
         prefill(model, ids, PrunedCache(model.config, Replay(chunk=16), keep=20))
     prefill(model, ids, PrunedCache(model.config, Replay(chunk=3), keep=20))
     prefill(model, ids, IterativeCache(model.config, memory_size=20, chunk_size=20, pruner=Replay()))

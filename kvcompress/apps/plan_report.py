@@ -161,7 +161,7 @@ def _table(plan: Plan, fixed: Plan, share: float, shape: ModelShape | None) -> T
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for column in ("this plan", "fixed memory"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*row)
     return table

@@ -168,9 +168,9 @@ class Policy:
             name = type(self.pruner).__name__
             memory = "" if self.pruner.rereads else "read through a memory (IterativeCache), "
             raise ValueError(
-                f"{name} asks queries again at {behind} positions behind the {end} that are in sight, but the model "
-                f"was trained for {self.trained_length}; read shorter prompts, {memory}or take a pruner that asks "
-                "nothing behind"
+                f"{name} asks queries again at {behind} positions behind the {end:,} that are in sight, but the model "
+                f"was trained for {self.trained_length:,}: it takes {self.trained_length - behind:,} at most; read "
+                f"shorter prompts, {memory}or take a pruner that asks nothing behind"
             )
 
     def check_model(self, decoder: Any, facts: Facts, own: list[int], cache: str, fixed: str) -> None:

@@ -10,7 +10,7 @@ from opcode import opmap
 from pathlib import Path
 from typing import Any
 
-from .support.kvpress_names import class_of, without_class
+from .support.kvpress_names import PIPELINE, class_of, without_class
 
 _HERE = Path(__file__).parent
 MODULES = (
@@ -57,12 +57,11 @@ def hint_of(name: str) -> str | None:
     for module in MODULES:
         for known in _names_in(module):
             homes.setdefault(known, []).append(f"kvcompress.{module}")
-    ours = class_of(name)
-    if ours not in homes:
-        if name.endswith("Press"):
-            return without_class(name)
-        return None
-    what = f"is in {' and '.join(homes[name])}" if name == ours else f"of kvpress is {ours} here"
+    ours = {known.lower(): known for known in homes}.get(class_of(name).lower())
+    if ours is None:
+        return without_class(name) if name.endswith("Press") or name == PIPELINE else None
+    what = f"is in {' and '.join(homes[name])}" if name == ours else f"is {ours} here"
+    what = f"of kvpress {what}" if name.endswith("Press") else what
     return f"{name} {what}: from {homes[ours][0]} import {ours}"
 
 

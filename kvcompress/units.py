@@ -8,6 +8,9 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
+
+import numpy as np
 
 from .checks import MOST_INT32, need, need_integer
 
@@ -15,6 +18,7 @@ UNITS = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
 }  # fmt: skip
+_ANY_CASE = {name.lower(): nbytes for name, nbytes in UNITS.items()}
 Size = int | float | str  # how much stays, as Keep.of takes it
 Tokens = int | str  # a number of them, as tokens_of takes it
 _LONG = 16  # characters that nobody writes for a share
@@ -29,16 +33,23 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def plain(given: Any) -> Any:
+    """A number of NumPy's as Python's, of the same digits; all else as it is."""
+    return type(given.item())(str(given)) if isinstance(given, np.number) else given
+
+
 def nbytes_of(text: str, name: str, wish: str = "a text of bytes like '512MiB'") -> int:
     """Of a text such as "512MiB". name: of the argument, wish: what it may be, for the ValueError of another text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match[2] not in UNITS:
+    unit = None if match is None else _ANY_CASE.get(match[2].lower())
+    if match is None or unit is None:
         raise ValueError(f"{name} must be {wish} (units: {', '.join(UNITS)}), got the text {text!r}")
-    return int(Fraction(match[1]) * UNITS[match[2]])
+    return int(Fraction(match[1]) * unit)
 
 
 def tokens_of(name: str, given: Tokens, least: int = 1) -> int:
     """Of 1024 or "1024" or "1k" (a k is 1,024 tokens). name: of the argument, for the ValueError of anything else."""
+    given = plain(given)
     tokens = whole_of(given) if isinstance(given, str) else given
     if not isinstance(tokens, int) or isinstance(tokens, bool):
         share = _share_of(_text_of(given)) if isinstance(given, (float, str)) else None
@@ -55,17 +66,21 @@ class Keep:
     text: str
 
     @staticmethod
-    def of(given: Size, name: str = "keep") -> Keep:
-        """Of 1024 or "1024" or "1k" (a k is 1,024 tokens), of 0.25 or "0.25" or "25%" or "1/4", of "512MiB".
+    def of(given: Size, name: str = "keep", wish: str = WISH) -> Keep:
+        """Of 1024 or "1024" or "1k" (a k is 1,024 tokens, an M 1,024 k), of 0.25 or "0.25" or "25%" or
+        "1/4", of "512MiB".
 
         A share is taken as it is written, not as its binary neighbour; a number that is a sum's or quotient's is the
         fraction that it is next to (1 - 0.7 is 3/10). A whole number is tokens, one with a point a
-        share: 1 is one token, 1.0 everything. name: of the argument, for the ValueError of anything else.
+        share: 1 is one token, 1.0 everything. name: of the argument, wish: what it may be, for the ValueError of
+        anything else.
         """
+        given = plain(given)
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
-            raise ValueError(f"{name} must be {WISH}, got {given!r}, a {type(given).__name__}")
+            raise ValueError(f"{name} must be {wish}, got {given!r}, a {type(given).__name__}")
         text = _text_of(given)
-        tokens, share, _ = _read(text, name)
+        tokens, share, nbytes = _read(text, name, wish)
+        need(nbytes != 0, f"{name} must be above 0 bytes, got {given}")
         if tokens is not None:
             need(tokens > 0, f"{name} must be at least 1, got {given}: a whole number is tokens; a share of them is "
                  "above 0 and has a point, or is text (0.25, '25%', '1/4')")  # fmt: skip
@@ -92,25 +107,26 @@ class Keep:
 
 
 @functools.lru_cache(maxsize=256)
-def _read(text: str, name: str = "keep") -> tuple[int | None, Fraction | None, int | None]:
+def _read(text: str, name: str = "keep", wish: str = WISH) -> tuple[int | None, Fraction | None, int | None]:
     """(tokens, share, bytes) of a text, one of the three."""
     if (tokens := whole_of(text)) is not None:
         return tokens, None, None
     if (share := _share_of(text)) is not None:
         return None, share, None
-    return None, None, nbytes_of(text, name, WISH)
+    return None, None, nbytes_of(text, name, wish)
 
 
 def whole_of(text: str) -> int | None:
-    """Of "1024" or "1k"; None for what is none."""
-    match = re.fullmatch(r"\s*([+-]?\d+)([kK]?)\s*", text)
-    return None if match is None else int(match[1]) * (1024 if match[2] else 1)
+    """Of "1024", "1k", "1.5k" or "1M"; None for what is none."""
+    match = re.fullmatch(r"\s*([+-]?\d+(?:\.\d+(?=[kKmM]))?)([kKmM]?)\s*", text)
+    whole = None if match is None else Fraction(match[1]) * 1024 ** " km".index(match[2].lower() or " ")
+    return None if whole is None or whole.denominator > 1 else int(whole)
 
 
 def _share_of(text: str) -> Fraction | None:
     """Of "0.25", "1e-3", "25%" or "1/4"; None for what is none. Of what floats are besides, 0."""
-    if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE%]))([eE][+-]?\d+)?%?", text):
-        return Fraction(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE%]|\s+%))([eE][+-]?\d+)?(\s*%)?", text):
+        return Fraction(text.rstrip("% ")) / (100 if text.endswith("%") else 1)
     if text in ("nan", "inf", "-inf"):
         return Fraction(0)
     if match := re.fullmatch(r"(\d+)\s*/\s*(0*[1-9]\d*)", text):
@@ -139,7 +155,8 @@ def instead_of(budget: object, *, quoted: bool = True) -> str | None:
     text = _text_of(budget)
     if re.fullmatch(r"0*\.\d+|0+\.|\d(\.\d+)?e-\d+", text):
         left = 1 - Decimal(text)
-        return f"keep={left if left < 1 else '1.0'} ({text} was the share to remove)"
+        stays = f", or keep={text} if it is to stay" if left < 1 else ""
+        return f"keep={left if left < 1 else '1.0'} ({text} was the share to remove){stays}"
     try:
         keep = Keep.of(text)
     except ValueError:

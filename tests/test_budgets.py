@@ -2,6 +2,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_model
@@ -37,10 +38,14 @@ def test_tokens_are_at_most_what_there_is():
 
 
 def test_one_size_is_written_in_many_ways():
-    for tokens, written in ((1024, (1024, "1024", " 1k ", "1K")), (1, (1, "1"))):
+    for tokens, written in (
+        (1024, (1024, "1024", " 1k ", "1K", np.int64(1024))), (1, (1, "1")), (1536, ("1.5k",)), (1 << 20, ("1M",)),
+    ):  # fmt: skip
         assert {Keep.of(x).tokens for x in written} == {tokens}
-    for share, written in ((Fraction(1, 4), (0.25, ".25", "0.25", "25%", "1/4", "2.5e-1")), (1, (1.0, "100%", "1/1"))):
+    quarter = (0.25, ".25", "0.25", "25%", "25 %", "1/4", "2.5e-1")
+    for share, written in ((Fraction(1, 4), quarter), (1, (1.0, "100%", "1/1"))):
         assert {Keep.of(x).share for x in written} == {share}
+    assert Keep.of(np.float32(0.1)).share == Fraction(1, 10) and Keep.of("2kb").nbytes == 2000
     assert Keep.of("512MiB").nbytes == 512 << 20 and Keep.of("0.5 KB").nbytes == 500
     assert Keep.of("1.5TiB").nbytes == 3 << 39 and Keep.of("2TB").nbytes == 2 * 10**12
 
@@ -59,6 +64,8 @@ def test_one_size_is_written_in_many_ways():
         ("-1", "keep must be at least 1, got -1"),
         ("3 parsecs", "keep must be tokens .* got the text '3 parsecs'"),
         (None, "got None, a NoneType"),
+        ("1.2345k", "keep must be tokens .* got the text '1.2345k'"),
+        ("0MiB", "keep must be above 0 bytes, got 0MiB"),
     ],
 )
 def test_what_is_no_size_is_named(keep, message):
@@ -70,7 +77,10 @@ def test_what_is_no_size_is_named(keep, message):
     ("build", "message"),
     [
         (lambda: Uniform(1024), "Uniform divides tokens .* is keep=1024, given to the cache; got 1024"),
-        (lambda: GlobalTopK(0.875), r"keep=0.125 \(0.875 was the share to remove\), given to the cache"),
+        (
+            lambda: GlobalTopK(0.875),
+            r"keep=0.125 \(0.875 was the share to remove\), or keep=0.875 .*, given to the cache",
+        ),
         (lambda: PyramidKV(0.75, beta=3), r"keep=0.25 \(0.75 was"),
         (lambda: PyramidKV(size="512MiB"), r"keep='512MiB', given"),
         (
@@ -333,9 +343,11 @@ def test_a_share_that_was_computed_is_the_fraction_next_to_it(computed, length, 
 @pytest.mark.parametrize(
     ("size", "told"),
     [
-        (0.875, "keep=0.125 (0.875 was the share to remove)"), (0.0, "keep=1.0 (0.0 was the share to remove)"),
-        (1e-05, "keep=0.99999 (1e-05 was the share to remove)"), ("00.5", "keep=0.5 (00.5 was the share to remove)"),
-        ("0.", "keep=1.0 (0. was the share to remove)"), (1024, "keep=1024"), ("512MiB", "keep='512MiB'"), (".", None),
+        (0.875, "keep=0.125 (0.875 was the share to remove), or keep=0.875 if it is to stay"),
+        (1e-05, "keep=0.99999 (1e-05 was the share to remove), or keep=1e-05 if it is to stay"),
+        (0.0, "keep=1.0 (0.0 was the share to remove)"), ("0.", "keep=1.0 (0. was the share to remove)"),
+        ("00.5", "keep=0.5 (00.5 was the share to remove), or keep=00.5 if it is to stay"),
+        (1024, "keep=1024"), ("512MiB", "keep='512MiB'"), (".", None),
         ("globaltopk", None), (True, None), (None, None),
     ],
 )  # fmt: skip

@@ -8,7 +8,17 @@ import torch
 from helpers import attached, kind_model, left_padded, random_ids, stays, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, Uniform, prefill
+from kvcompress import (
+    AdaKV,
+    GlobalTopK,
+    IterativeCache,
+    PrunedCache,
+    PyramidKV,
+    QuantizedCache,
+    RemoteGap,
+    Uniform,
+    prefill,
+)
 from kvcompress.hf.argument import CACHE
 from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import CenterOfGravity, ChunkKV, ExpectedAttention, LagKV, Random, SnapKV, StreamingLLM
@@ -105,7 +115,12 @@ def test_of_few_tokens_that_others_keep_too_nothing_is_said(length, pruner, keep
         ({"keep": None}, "keep must be given with SnapKV, got None"),
         ({"keep": 0}, r"keep must be at least 1, got 0: a whole number is tokens; a share of them is .* \(0.25, "),
         ({"keep": 1.5}, "above 0 and at most 1, got 1.5"),
-        ({"budget": 0.75}, r"budget divides tokens .* is keep=0.25 \(0.75 was the share to remove\); got 0.75"),
+        (
+            {"budget": 0.75},
+            r"budget divides .* is keep=0.25 \(0.75 was .*\), or keep=0.75 if it is to stay; got 0.75",
+        ),
+        ({"share": 0.25}, "share is keep here, got share=0.25"),
+        ({"target_cr": 4}, "target_cr is keep = 1 / target_cr here, got target_cr=4"),
         ({"budget": 1024}, "how many stay is keep=1024; got 1024"),
         ({"budget": "512MiB"}, "how many stay is keep='512MiB'; got"),
         ({"keep": "12 parsecs"}, "keep must be tokens .*, the share that stays .* or bytes .* '12 parsecs'"),
@@ -137,6 +152,11 @@ def test_of_few_tokens_that_others_keep_too_nothing_is_said(length, pruner, keep
 def test_wrong_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         PrunedCache(tiny_model().config, **{"pruner": SnapKV(), "keep": 20, **arguments})
+
+
+def test_what_keeps_every_token_takes_no_keep():
+    with pytest.raises(ValueError, match="keep is of PrunedCache, which takes dtype too: every token stays here"):
+        QuantizedCache(tiny_model().config, keep=0.5)
 
 
 def test_too_small_a_number_of_bytes_names_the_least():

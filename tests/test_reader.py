@@ -92,6 +92,7 @@ def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
         ("cache must be a kvcompress cache, or one as text, got int", {"cache": 3}),
         ("guide has no effect", {"cache": streaming, "guide": "x"}),
         (r'with Replay, .*: give cache="pruned,pruner=snapkv,keep=0.5", say', {"keep": 0.5, "guide": "x"}),
+        ("memory_size is keep here, got memory_size=64", {"memory_size": 64}),
         (r"is keep = 1 - compression_ratio here: keep=0.25; got", {"compression_ratio": 0.75}),
         ("cache must be empty, got PrunedCache", {"cache": reading.cache}),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..checks import need
+from ..checks import need, renamed
 from ..hf.method import Call
 from ..softmax import Softmax
 from ..units import Tokens, tokens_of
@@ -70,6 +70,7 @@ class QuantizedCache(DenseCache):
     Raises ValueError for settings out of range, and for "k8v4" with heads of an odd size.
     """
 
+    @renamed(keep="of PrunedCache, which takes dtype too: every token stays")
     def __init__(
         self, config: PreTrainedConfig, dtype: Dtypes = "int8", *, page_size: int = 16, max_pages: int | None = None,
         grow: str = "double", chunk_size: Tokens | None = None,

@@ -16,7 +16,7 @@ from ..hf.method import Call, Pass
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
 from ..support.kvpress_names import no_ratio
-from ..units import Keep, Size, Tokens, tokens_of
+from ..units import Keep, Size, Tokens, plain, tokens_of
 from .base import CompressedCache, trained_length_of
 from .choose import Choice
 from .contest import Contest
@@ -76,7 +76,7 @@ class PrunedCache(CompressedCache):
         grow: str = "double",
         dtype: Dtypes = None,
     ) -> None:
-        self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
+        self.pool_settings, keep = PoolSettings(page_size, max_pages, grow, dtype), plain(keep)
         if pruner is None and not isinstance(budget, Pruner):
             if positions != "original":
                 raise ValueError(
@@ -164,6 +164,7 @@ class PrunedCache(CompressedCache):
         a model that is gone; nothing is dropped then.
         """
         self.check_complete()
+        keep = plain(keep)
         if self.later != "keep":
             raise ValueError(
                 f"later must be 'keep' for compress(), got {self.later!r}: PrunedCache(..., later='keep') holds the "

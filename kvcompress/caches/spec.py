@@ -24,7 +24,7 @@ from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
-from ..support.kvpress_names import SETTINGS, class_of, in_ours
+from ..support.kvpress_names import KEEPS, SETTINGS, class_of, in_ours
 from ..units import Keep, Size, instead_of, tokens_of, whole_of
 from .base import trained_length_of
 from .dense import QuantizedCache
@@ -203,9 +203,9 @@ def _fields(made: type) -> dict[str, frozenset[type]]:
 
 def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "") -> UnknownKey:
     ours = SETTINGS.get(key, "")
-    if key == "share" and "keep" in known:
-        more += "; share is keep now"
-    if key == "keep" and (size := next((name for name in _SIZES.values() if name in known), None)):
+    if (old := key.replace("-", "_")) in KEEPS and "keep" in known:
+        more += f"; {key} is {KEEPS[old]} here"
+    if key == "keep" and (size := next((name for name in (*_SIZES.values(), "token_budget") if name in known), None)):
         more += f"; its size is {size}"
     hint = (
         f"; kvpress's {key} is {in_ours(key)} here"

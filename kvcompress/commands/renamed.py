@@ -14,7 +14,9 @@ OPTIONS = {
     "--shares": "--keep",
     "--bytes": "--keep",
     "--size": "--keep, where a share is the one that stays",
+    "--budget": "--keep, where a share is the one that stays",
     "--memory": "--memory-size",
+    "--memory-size": "--keep",
     "--chunk": "--chunk-size",
     "--target-cr": "--target-ratio",
     "--start-cr": "--start-ratio",
@@ -31,11 +33,12 @@ class Renamed(TyperGroup):
         except UsageError as error:
             if hasattr(error, "possibilities") and error.ctx is not None:  # of an option that there is not
                 known = {name for option in error.ctx.command.params for name in option.opts}
-                now = OPTIONS.get(error.option_name, "")
+                now = OPTIONS.get(error.option_name.replace("_", "-"), "")
                 if now.partition(",")[0] in known:
                     error.message, error.possibilities = f"{error.option_name} is {now} now.", None
-                elif error.option_name == "--keep" and "--cache" in known:
-                    error.message, error.possibilities = "--keep is the cache's: --cache pruned,keep=0.5, say.", None
+                elif (error.option_name == "--keep" or now.startswith("--keep")) and "--cache" in known:
+                    said = f"{error.option_name} is the cache's: --cache pruned,keep=0.5, say."
+                    error.message, error.possibilities = said, None
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -12,6 +12,7 @@ from .measure import Measure
 from .reading import Reader
 
 TOLERANCE = 0.01  # of the bytes: what the tables of a page and running scores come to
+WISH = "a share of the dense cache's bytes (1/4, 25%), or bytes (512KiB)"
 _UNITS = {"streaming": 8}  # tokens; of the others a page
 _PAGE = 16
 _SMALLER = {"int8": 0.52, "k8v4": 0.4}  # than bfloat16, where the search begins
@@ -32,14 +33,12 @@ class EqualBytes:
     def __post_init__(self) -> None:
         if self.keep is not None:
             tokens = self.keep.tokens
-            need(tokens is None, f"keep must be a share of the dense cache's bytes (1/4, 25%), or bytes (512KiB), got "
-                 f"{tokens} tokens")  # fmt: skip
-            need(self.keep.nbytes != 0, f"keep must be above 0 bytes, got {self.keep}")
+            need(tokens is None, f"keep must be {WISH}, got {tokens} tokens")
 
     @staticmethod
     def parse(keep: Size | None) -> EqualBytes:
         """keep: "1/4" or "512KiB"."""
-        return EqualBytes(None if keep is None else Keep.of(keep))
+        return EqualBytes(None if keep is None else Keep.of(keep, wish=WISH))
 
     def target(self, dense_nbytes: int | None) -> float | None:
         if self.keep is None or self.keep.share is None:

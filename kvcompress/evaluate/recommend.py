@@ -24,7 +24,7 @@ from ..checks import need, renamed
 from ..reading.framing import Framing, framing_of
 from ..support.files import write_text
 from ..support.progress import telling
-from ..units import Keep, size
+from ..units import size
 from .equal_bytes import EqualBytes, dense_bytes
 from .measure import Mean, Outcome
 from .quotes import Quotes, quotes_measure, tokens_of
@@ -115,7 +115,7 @@ def recommend(
     the difference (0.005 bits at least) and takes less than 0.8 of its time for a piece.
     Raises ValueError for a text that is too short, a size at which no cache fits, and a converted model.
     """
-    equal = EqualBytes(Keep.of(keep))
+    equal = EqualBytes.parse(keep)
     shares = equal.keep is not None and equal.keep.share is not None
     own = CacheSpec.kind_of(model.config)
     need(own is None, f"model must be one that is not converted, got one of {own}, whose cache is its own")

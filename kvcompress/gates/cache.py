@@ -11,7 +11,7 @@ from ..caches.base import CompressedCache
 from ..caches.formats import Dtypes
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
-from ..checks import need, need_number, renamed
+from ..checks import need, need_number
 from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
@@ -75,7 +75,6 @@ class GatedCache(CompressedCache):
     answers = ("kept_share",)
 
     @no_ratio()
-    @renamed(share="keep")
     def __init__(
         self,
         config: PreTrainedConfig,

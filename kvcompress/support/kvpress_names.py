@@ -21,10 +21,13 @@ SETTINGS = {
     "n_future_positions": "future_positions",
     "alpha_safeguard": "floor",
 }
+# what keep is called elsewhere, or was before 0.1.0
+KEEPS = {"share": "keep", "memory_size": "keep", "keep_ratio": "keep", "target_cr": "keep = 1 / target_cr"}
 _PRESSES = {"CURPress": "CurDKV", "CriticalAdaKVPress": "CriticalKV", "FastKVzipPress": "Gate",
             "KVzapPress": "Gate", "KnormPress": "KeyNorm"}  # fmt: skip
 # what no class here takes the place of, but docs/kvpress.md says what does their work
 ELSEWHERE = ("ChunkPress", "ComposedPress", "DMSPress", "DecodingPress", "KeyRerotationPress", "PrefillDecodingPress")
+PIPELINE = "KVPressTextGenerationPipeline"
 
 
 def class_of(press: str) -> str:
@@ -34,7 +37,7 @@ def class_of(press: str) -> str:
 
 def without_class(press: str) -> str:
     """What to say of a press that no class here takes the place of."""
-    if press in ELSEWHERE:
+    if press in (*ELSEWHERE, PIPELINE):
         return f"{press} is kvpress's; docs/kvpress.md says what does its work here"
     return f"{press} has no counterpart here; docs/kvpress.md lists the presses that have one"
 
@@ -51,8 +54,8 @@ def keep_of(ratio: Any) -> str | None:
 
 
 def no_ratio(instead: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Of a function: compression_ratio, which it does not take, and what to give, which the ValueError of one says.
-    instead: of keep, where it takes none."""
+    """Of a function: compression_ratio and other names of keep, which it does not take, and what to give, which the
+    ValueError of one says. instead: of keep, where it takes none."""
 
     def of(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -61,6 +64,8 @@ def no_ratio(instead: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
                 ratio = given["compression_ratio"]
                 use = instead or f"keep = 1 - compression_ratio here: {keep_of(ratio) or 'keep=0.5, say'}"
                 raise ValueError(f"kvpress's compression_ratio is {use}; got compression_ratio={ratio!r}")
+            for name in () if instead else KEEPS.keys() & given.keys():
+                raise ValueError(f"{name} is {KEEPS[name]} here, got {name}={given[name]!r}")
             refuse_misspelt(function, given)
             return function(*args, **given)
 

@@ -166,6 +166,9 @@ def test_verify_compares_what_the_decoder_attends_to_itself():
 BESIDES = "needs a decoder alone, and this model's attends to an encoder besides: give a cache to model.generate"
 ALONE = {
     "kvcompress.prefill": lambda model, ids, cache: kvcompress.prefill(model, ids, cache),
+    "kvcompress.generate": lambda model, ids, cache: kvcompress.generate(
+        model, ids.index_fill(1, torch.tensor(LENGTH - 1), model.config.pad_token_id), cache
+    ),
     "a pass without encoder_hidden_states": lambda model, ids, cache: base_model(model)(ids, past_key_values=cache),
     "kvcompress.serve.batching": lambda model, ids, cache: batching(model, "dense", memory="1MiB"),
     "conversion to DMC": lambda model, ids, cache: kvcompress.dmc.convert(model, kvcompress.dmc.DMCConfig()),

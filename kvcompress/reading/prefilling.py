@@ -389,12 +389,11 @@ def generate(
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
     options = with_cache(cache, generation)
+    _need_cache(cache)
+    facts_of(base_model(model)).check_alone("kvcompress.generate")
     if attention_mask is None:
         attention_mask = _padding(model, cast(Tensor, input_ids), generation)
-    if pictures:
-        _need_cache(cache)
-        facts_of(base_model(model))  # an attached one
-    else:
+    if not pictures:
         prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     warned = warn_of_length(cache, 3)  # takes_cache stands between
     with without_reminder():

@@ -118,6 +118,51 @@ def test_whisper_writes_behind_a_prompt_what_it_would_without_us(how):
     assert cache.get_seq_length() >= 12 + 9
 
 
+LENGTHS = (torch.arange(40) < torch.tensor([[40], [20]])).long()
+LONG = {  # a sound that Whisper reads in three pieces, or in one that it tries again
+    "alone": ((1, 16, 40), {}),
+    "with its length": ((1, 16, 40), {"attention_mask": LENGTHS[:1]}),
+    "beside a shorter one": ((2, 16, 40), {"attention_mask": LENGTHS}),
+    "in beams": ((2, 16, 40), {"attention_mask": LENGTHS, "num_beams": 2}),
+    "again": ((2, 16, 16), {"temperature": (0.0, 0.5, 1.0), "compression_ratio_threshold": 0.0}),
+}
+
+
+@pytest.mark.parametrize("how", LONG)
+@torch.no_grad()
+def test_whisper_begins_the_cache_anew_in_each_of_its_calls(how):
+    model, said, calls = CONFIGURATIONS["whisper"].model(), [], []
+    model.generation_config.no_timestamps_token_id = VOCABULARY - 10  # behind it times, of which a piece has eight
+    shape, options = LONG[how]
+    heard = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    given = {"return_timestamps": True, "do_sample": False, "max_new_tokens": 10} | options
+    with kvcompress.attach(model):
+        base_model(model).register_forward_hook(lambda *given: calls.append(1))
+        for cache in (None, whole(model)):
+            torch.manual_seed(3)
+            out = type(model).generate(model, heard, past_key_values=cache, **given)
+            said.append(out if isinstance(out, torch.Tensor) else out["sequences"])
+    assert torch.equal(*said)
+    assert len(calls) > 2 * cache.get_seq_length()  # of the last call alone
+
+
+@pytest.mark.parametrize("both", [False, True])
+@torch.no_grad()
+def test_generate_for_another_source_begins_the_cache_anew(both):
+    model, first, second = CONFIGURATIONS["bart/encoder"].model(), tokens(length=12), tokens(length=20)
+    given = {"do_sample": False, "max_new_tokens": 10}
+    dense = type(model).generate(model, second, **given)
+    with kvcompress.attach(model):
+        cache = whole(model)
+        handed = EncoderDecoderCache(cache, DynamicCache()) if both else cache
+        assert not torch.equal(type(model).generate(model, first, past_key_values=handed, **given)[:2], dense)
+        assert torch.equal(type(model).generate(model, second, past_key_values=handed, **given), dense)
+        assert cache.get_seq_length() == dense.shape[1] - 1
+        later = {"decoder_input_ids": dense[:, -2:], "decoder_attention_mask": torch.ones_like(dense)}
+        with pytest.raises(ValueError, match="must hold the whole conversation"):
+            type(model).generate(model, second, past_key_values=handed, **given, **later)
+
+
 TEXTS = {
     "GPT-2": GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128),
     "TrOCR": TrOCRConfig(vocab_size=VOCABULARY, d_model=64, decoder_layers=2, decoder_attention_heads=4,

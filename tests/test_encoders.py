@@ -32,6 +32,7 @@ import kvcompress
 from benchmarks.quality.parts.families_checks import TOLERANCE, difference
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from benchmarks.quality.parts.families_models import VOCABULARY, enlarge
+from kvcompress.hf.argument import cache_of
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.retrofit.gqa import convert_to_gqa
 from kvcompress.serve import batching
@@ -124,7 +125,8 @@ LONG = {  # a sound that Whisper reads in three pieces, or in one that it tries 
     "with its length": ((1, 16, 40), {"attention_mask": LENGTHS[:1]}),
     "beside a shorter one": ((2, 16, 40), {"attention_mask": LENGTHS}),
     "in beams": ((2, 16, 40), {"attention_mask": LENGTHS, "num_beams": 2}),
-    "again": ((2, 16, 16), {"temperature": (0.0, 0.5, 1.0), "compression_ratio_threshold": 0.0}),
+    "with its scores": ((2, 16, 40), {"attention_mask": LENGTHS, "return_dict_in_generate": True}),
+    "again": ((2, 16, 16), {"temperature": (0.0, 0.5, 1.0), "logprob_threshold": 0.0}),
 }
 
 
@@ -144,6 +146,20 @@ def test_whisper_begins_the_cache_anew_in_each_of_its_calls(how):
             said.append(out if isinstance(out, torch.Tensor) else out["sequences"])
     assert torch.equal(*said)
     assert len(calls) > 2 * cache.get_seq_length()  # of the last call alone
+
+
+@pytest.mark.parametrize("cache", [whole, lambda model: kvcompress.StreamingCache(model.config, window_size=60)])
+@torch.no_grad()
+def test_whisper_returns_scores_without_the_cache_that_it_was_given(cache):
+    model, said = CONFIGURATIONS["whisper"].model(), []
+    given = {"return_dict_in_generate": True, "output_scores": True, "do_sample": False, "max_new_tokens": 10}
+    heard = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(2))
+    with kvcompress.attach(model):
+        for held in (None, cache(model)):
+            said.append(type(model).generate(model, heard, past_key_values=held, **given))
+    assert torch.equal(said[0].sequences, said[1].sequences)
+    assert all(difference(*scores) <= TOLERANCE for scores in zip(said[0].scores, said[1].scores, strict=True))
+    assert cache_of(said[0]) is not None and cache_of(said[1]) is None
 
 
 @pytest.mark.parametrize("both", [False, True])

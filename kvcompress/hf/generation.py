@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import nn
-from transformers import GenerationMixin
+from torch import Tensor, nn
+from transformers import Cache, GenerationMixin
 
 from .argument import CACHE, cache_of
 from .encoders import beside_encoder
@@ -50,7 +50,19 @@ class OwnCache(_Instead):
         return None
 
 
-_EVERY = (OwnCache,)
+class WithoutCache(_Instead):
+    """Whisper takes what generate returns to pieces, one for each sequence, the cache's keys with it: not ours."""
+
+    name = "_postprocess_outputs"
+
+    def __call__(self, seek_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(seek_outputs, Tensor) and isinstance(cache_of(seek_outputs), PassCache):
+            kept = {name: x for name, x in seek_outputs.items() if not isinstance(x, Cache)}
+            seek_outputs = type(seek_outputs)(**kept)
+        return self.original(seek_outputs, *args, **kwargs)
+
+
+_EVERY = OwnCache, WithoutCache
 
 
 def make_own_caches(top: nn.Module, decoder: nn.Module) -> None:

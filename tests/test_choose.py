@@ -187,7 +187,9 @@ def test_values_are_gathered_only_for_pruners_that_look_at_them(uses_values, mon
     gathered, pool = [], type(cache.layers[0].pool)
     gather = pool.gather
     monkeypatch.setattr(
-        pool, "gather", lambda self, capacity, names=None: (gathered.append(names), gather(self, capacity, names))[1]
+        pool,
+        "gather",
+        lambda self, capacity, names=None, *rows: (gathered.append(names), gather(self, capacity, names, *rows))[1],
     )
     with torch.no_grad():
         for _ in range(6):

@@ -1,7 +1,5 @@
 """Ids, masks and positions of a call with a cache: which are taken, and what is refused before anything is stored."""
 
-import inspect
-
 import pytest
 import torch
 from helpers import attached, forward, left_padded, random_ids
@@ -92,68 +90,3 @@ def test_positions_may_count_padding_or_not_and_stop_at_the_last_that_was_traine
         for b, prompt in enumerate(prompts):
             alone = forward(model, torch.cat([prompt, turn[b : b + 1]], 1))
             torch.testing.assert_close(found[b], alone[0, prompt.shape[1] :], rtol=1e-4, atol=1e-4)
-
-
-SAYS = "input_ids must begin with the .* tokens that the cache has seen, .* got 3 at .0, 20., where it has read 5; for "
-WAYS = {
-    "kvcompress.prefill": lambda model, ids, cache: kvcompress.prefill(model, ids, cache),
-    "kvcompress.generate": lambda model, ids, cache: kvcompress.generate(model, ids, cache, max_new_tokens=4),
-    "model.generate": lambda model, ids, cache: model.generate(ids, past_key_values=cache, max_new_tokens=4),
-}
-
-
-@pytest.mark.parametrize("again", WAYS)
-@pytest.mark.parametrize("first", WAYS)
-def test_another_prompt_than_the_cache_has_read_is_refused(first, again):
-    model, ids = attached(), random_ids(60)
-    ids[0, 20] = 5
-    other = ids.index_fill(1, torch.tensor(20), 3)
-    cache = StreamingCache(model.config, window_size=128)
-    WAYS[first](model, ids[:, :40], cache)
-    for held in (cache, cache.fork()):
-        seen = held.get_seq_length()
-        with pytest.raises(ValueError, match=SAYS):
-            WAYS[again](model, other, held)
-        assert held.get_seq_length() == seen
-    cache.reset()
-    WAYS[again](model, other, cache)
-
-
-def test_a_loaded_cache_refuses_another_prompt_and_goes_on_with_its_own(tmp_path):
-    model, ids = attached(), random_ids(60)
-    ids[0, 20] = 5
-    cache = StreamingCache(model.config, window_size=128)
-    kvcompress.prefill(model, ids[:, :40], cache)
-    loaded = kvcompress.load_cache(cache.save(tmp_path / "a.safetensors"), model)
-    with pytest.raises(ValueError, match=SAYS):
-        WAYS["model.generate"](model, ids.index_fill(1, torch.tensor(20), 3), loaded)
-    dense = model.generate(ids, max_new_tokens=4, do_sample=False)
-    assert torch.equal(model.generate(ids, past_key_values=loaded, max_new_tokens=4, do_sample=False), dense)
-
-
-def test_what_was_taken_back_may_be_other_ids():
-    model, ids, cache = attached(), random_ids(60), QuestCache(attached().config)
-    given = {"past_key_values": cache, "max_new_tokens": 1, "do_sample": False}
-    model.generate(ids, **given)
-    cache.crop(-5)
-    for tail in (7, 8):
-        ids[:, 55:] = tail
-        dense = model.generate(ids, max_new_tokens=1, do_sample=False)
-        assert torch.equal(model.generate(ids, **given), dense)
-        cache.crop(-5)
-
-
-def test_padding_may_be_other_ids():
-    model, ids = attached(), random_ids(60, batch=2)
-    mask = (torch.arange(60) >= torch.tensor([[0], [9]])).long()
-    cache = StreamingCache(model.config, window_size=128)
-    kvcompress.prefill(model, ids[:, :40], cache, mask[:, :40])
-    ids[mask == 0] = 7
-    dense = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    ours = kvcompress.generate(model, ids, cache, mask, max_new_tokens=4, do_sample=False)
-    assert torch.equal(ours, dense)
-
-
-def test_the_arguments_of_generate_are_the_familys_own():
-    model, named = attached(), "prepare_inputs_for_generation"
-    assert inspect.signature(getattr(model, named)) == inspect.signature(getattr(type(model), named).__get__(model))

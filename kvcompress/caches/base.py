@@ -76,7 +76,6 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
         self.fixed = 0  # how many of them cannot be taken back
         self.read_ids: Tensor | None = None  # [1, T] what kvcompress.read has read; of no meaning to the cache itself
-        self.known_ids = self.coming_ids = None
         self.places, self.parted = (), False
         self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
         self._repeated = 0
@@ -246,7 +245,6 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self._check_sliced(call)
         counts = self._counts(batch, columns, call.attention_mask)
         self._check_places(call, counts)
-        self._check_coming(call)
         self.adopt(call.decoder, call.facts)
         if self._batch and batch != self._batch:
             self._repeat(call.name, call.tokens)
@@ -327,8 +325,6 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self._count(current.kept)
         if current.iteration is None:
             self.seen += current.columns
-            if self.coming_ids is not None:
-                self.note_read(self.coming_ids)
             if current.padded:  # sequences grew unequally: crop would not know by how much
                 self.fixed = self.seen
             self._incomplete, self.parted = False, current.more
@@ -456,7 +452,6 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
                 layer.select(indices, self._batch)
             self._select_states(indices)
             self.select_places(indices)
-            self.known_ids = None
             self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
 
     @torch.inference_mode(False)
@@ -479,7 +474,6 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
                 layer.join(new, self._batch, other._batch)
             self._join_states(other)
             self.join_places(other)
-            self.known_ids = None
             self._lengths = self._lengths + other._lengths
 
 

@@ -22,13 +22,10 @@ from .summary import Summary
 
 
 class Generation(Summary, RecurrentStates, Cache):
-    """Of a cache. seen: columns of input that went in, padding included. fixed: how many of them cannot go back.
-    known_ids: int32 [B, n] the first of them, as far as generate or prefill has shown them."""
+    """Of a cache. seen: columns of input that went in, padding included. fixed: how many of them cannot go back."""
 
     seen: int
     fixed: int
-    known_ids: Tensor | None = None
-    coming_ids: Tensor | None
     trained_length: int
     _repeated: int  # columns that an assistant's first step brings once more
     _columns_read: int
@@ -93,7 +90,6 @@ class Generation(Summary, RecurrentStates, Cache):
                 layer.drop_last(tokens)
             self.seen -= tokens
             self.fixed = min(self.fixed, self.seen)
-            self.known_ids = None if self.known_ids is None else self.known_ids[:, : self.seen]
             self._count([-tokens] * len(self._lengths))
 
     def update(
@@ -181,35 +177,6 @@ class Generation(Summary, RecurrentStates, Cache):
             f"position_ids must count on from the {had[b]} tokens that sequence {b} has had, one by one, or be left "
             f"out: a compressed cache gives positions itself; got {got}{', ...' if counts[b] > 8 else ''}"
         )
-
-    def _check_coming(self, call: Call) -> None:
-        """The same of what generate has shown, if that is what this call brings the end of."""
-        ids, self.coming_ids = self.coming_ids, None
-        if ids is not None and call.name == "input_ids":
-            ids = ids.to(call.tokens.device)
-            if torch.equal(ids[:, self.seen :], call.tokens):
-                self.check_read(ids, call.attention_mask)
-                self.coming_ids = ids
-
-    def check_read(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Refuses a prompt [B, T] that does not begin with what was read, padding aside. Waits for the device."""
-        if self.known_ids is None or len(ids) != len(self.known_ids):
-            return
-        columns = self.known_ids.shape[1]
-        other = ids[:, :columns] != self.known_ids.to(ids.device)
-        if mask is not None and mask.shape == ids.shape:
-            other &= mask[:, :columns] != 0
-        if bool(other.any()):
-            b, column = other.nonzero()[0].tolist()
-            raise ValueError(
-                f"input_ids must begin with the {self.seen} tokens that the cache has seen, which are not read again, "
-                f"got {int(ids[b, column])} at [{b}, {column}], where it has read {int(self.known_ids[b, column])}; "
-                "for another prompt call cache.reset() first"
-            )
-
-    def note_read(self, ids: Tensor) -> None:
-        """All of these columns are read."""
-        self.known_ids, self.coming_ids = ids.to(torch.int32, copy=True), None
 
     def _repeat(self, name: str, tokens: Tensor) -> None:
         """Repeats every sequence, for beams and several samples: their rows begin alike. Waits for the device."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -22,14 +20,8 @@ class _Instead:
     def __init__(self, model: Any, decoder: nn.Module) -> None:
         self.model, self.decoder = model, decoder
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        method: Callable[..., Any] = getattr(type(self.model), self.name).__get__(self.model)
-        return method
-
-    @property
-    def __signature__(self) -> inspect.Signature:  # by which generate knows a family's arguments
-        return inspect.signature(self.original)
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
 class OwnCache(_Instead):
@@ -70,19 +62,7 @@ class WithoutCache(_Instead):
         return self.original(seek_outputs, *args, **kwargs)
 
 
-class WholePrompt(_Instead):
-    """Shows a cache of ours the prompt of which it is about to get what follows the tokens that it has seen."""
-
-    name = "prepare_inputs_for_generation"
-
-    def __call__(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = cache_of(kwargs)
-        if kwargs.get("is_first_iteration") and isinstance(cache, PassCache):
-            cache.coming_ids = input_ids
-        return self.original(input_ids, *args, **kwargs)
-
-
-_EVERY = OwnCache, WithoutCache, WholePrompt
+_EVERY = OwnCache, WithoutCache
 
 
 def make_own_caches(top: nn.Module, decoder: nn.Module) -> None:

@@ -82,11 +82,10 @@ class Pass(ABC):
 class PassCache(Handled, ABC):
     """A cache that attends itself: the seam asks it for a pass, and tells it when that is over.
 
-    wants_entering: whether its passes do, see Pass. coming_ids: [B, T] the prompt whose end generate will bring next.
+    wants_entering: whether its passes do, see Pass.
     """
 
     wants_entering: bool = False
-    coming_ids: Tensor | None = None
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Says how a misspelt setting is written; all others __init__ takes, or refuses."""

@@ -226,8 +226,6 @@ def prefill(
                 read = [done + chunk for done, chunk in zip(read, chunks, strict=True)]
                 show(sum(read))
         cache.end_prompt(prompt.columns)
-        if isinstance(prompt, Columns):
-            cache.note_read(prompt.ids[:, : cache.get_seq_length()])
         cache.mark_incomplete(False)
     except BaseException:
         cache.mark_incomplete()
@@ -322,7 +320,6 @@ def _columns(
         raise ValueError(
             f"input_ids must hold the conversation and at least one new token: the cache has seen {seen}, got {columns}"
         )
-    cache.check_read(input_ids, attention_mask)
     held_back = _held_back(input_ids, attention_mask, seen, tail.to(input_ids))
     lengths = _lengths(input_ids, attention_mask, seen, held_back)
     new = input_ids[:, seen:]

@@ -124,7 +124,7 @@ class Generation(Summary, RecurrentStates, Cache):
         columns, mask = call.tokens.shape[1], call.attention_mask
         width = 0 if mask is None or mask.ndim != 2 else mask.shape[1]
         # of as many ids as were seen it makes what looks like a padded turn, but for position_ids (_check_places)
-        if columns == 0 or columns < width != self.seen + columns:
+        if columns == 0 or columns < width < self.seen + columns or self.seen == 0 < columns < width:
             raise self._sliced(call)
 
     def _sliced(self, call: Call) -> ValueError:

@@ -303,6 +303,13 @@ def serve(
         float | None,
         typer.Option(help="of DMC and DMS: tokens per slot, before any was measured; not given: 1", min=1.0),
     ] = None,
+    swap: Annotated[
+        str | None,
+        typer.Option(
+            help="of the host's memory, for requests that give their pages up, such as 1GiB; 0: these are read again; "
+            "not given: an eighth of --memory"
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at", min=1, max=65535)] = 8000,
     dtype: Dtype = "auto",
@@ -311,5 +318,6 @@ def serve(
     from .serve.vllm.launch import run_serve
 
     run_serve(
-        model=model, cache=cache, memory=memory, ratio=ratio, dtype=dtype, host=host, port=port, passed=context.args
-    )
+        model=model, cache=cache, memory=memory, ratio=ratio, swap=swap, dtype=dtype, host=host, port=port,
+        passed=context.args,
+    )  # fmt: skip

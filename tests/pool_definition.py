@@ -18,6 +18,12 @@ def new_pool(rows: int = 3, page_size: int = 4, **options: object) -> PagePool:
     return PagePool(rows, slots, CPU, PoolSettings(page_size, **options))
 
 
+def new_pool_beside(pool: PagePool) -> PagePool:
+    """Of as many rows, over the same pages."""
+    slots = {**keys_and_values(D, torch.float32), "positions": ((), torch.int32)}
+    return PagePool(len(pool.bounds), slots, CPU, store=pool.store)
+
+
 def numbered(rows: int, width: int, start: int = 0) -> torch.Tensor:
     """Keys [1, rows, width, D] that are all different."""
     return torch.arange(start, start + rows * width * D, dtype=torch.float32).reshape(1, rows, width, D)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_definition import D, append, check, new_pool, numbered, step
+from pool_definition import D, append, check, new_pool, new_pool_beside, numbered, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress.caches import PoolSettings
 from kvcompress.caches.origins import Origins
+from kvcompress.caches.swapping import own_pages, swap_in, swap_out
 
 
 class NoMemoryAt(TorchDispatchMode):
@@ -50,7 +51,9 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
         pool, rows = pools[which]
         R = len(rows)
         action = data.draw(
-            st.sampled_from(["append", "append", "steps", "steps", "back", "fork", "select", "keep", "trim", "drop"])
+            st.sampled_from(
+                ["append", "append", "steps", "steps", "back", "fork", "select", "keep", "trim", "drop", "swap"]
+            )
         )
         if action == "append":
             width = data.draw(st.integers(1, 9))
@@ -86,6 +89,16 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
         elif action == "trim":
             pool.trim()
             assert grow == "error" or pool.store.pages == int((pool.store.refs > 0).sum())
+        elif action == "swap":
+            own = int(own_pages(pool.store, pool._rows).sum())
+            out, x = swap_out(pool.store, pool._rows), numbered(R, 9, written)
+            written += x.numel()
+            assert out.pages == own and pool.lengths.tolist() == out.there.tolist()
+            other = new_pool_beside(pool)  # takes the pages that are free now
+            append(other, x)
+            swap_in(pool.store, pool._rows, out)
+            check((other, list(x[0])), (pool, rows), *(pair for i, pair in enumerate(pools) if i != which))
+            del other
         elif action == "select":
             chosen = data.draw(st.lists(st.integers(0, R - 1), min_size=1, max_size=5))
             pool.select_rows(chosen)

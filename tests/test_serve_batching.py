@@ -108,17 +108,22 @@ def test_families_whose_heads_hand_no_keywords_to_their_decoder_are_served(famil
     assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, NEW, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["dense", "pruned", "pruned every 4", "dmc", "dms"])
-def test_requests_that_gave_their_pages_up_lose_no_token(name, monkeypatch):
+@pytest.mark.parametrize("swap", [0, "1MiB"], ids=["read again", "swapped"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "pruned", "pruned every 4", "pruned, in 8 bits", "pruned by running scores", "gated", "dmc", "dms"],
+)
+def test_requests_that_gave_their_pages_up_lose_no_token(name, swap, monkeypatch):
     monkeypatch.setattr(Requests, "coming_pages", lambda self, prompts: 0)  # as if there were room
     cache, dmc = CACHES[name]
     model, prompts, news = model_of(dmc), prompts_of((24, 23, 24, 22, 24)), (24, 20, 26, 24, 18)
     pages = {"dense": 52, "dms": 40}.get(name, 36)
-    found, metrics, in_use = served(model, cache, prompts, news, pages=pages, requests=5, batch_tokens=48)
+    found, metrics, in_use = served(model, cache, prompts, news, pages=pages, requests=5, batch_tokens=48, swap=swap)
     assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
     assert in_use == 0 and metrics["pages_in_use"] == 0
     if "every" not in cache:  # which needs no more pages than its budget
         assert metrics["preempted"] > 0
+    assert metrics["swapped"] == (metrics["preempted"] if swap else 0)
 
 
 @pytest.mark.parametrize("name", ["dense", "pruned", "dmc"])

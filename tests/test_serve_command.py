@@ -21,7 +21,15 @@ from kvcompress.serve.vllm.passed import Passed
 
 PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
 WHOLE = "pruned,pruner=observedattention,keep=64"
-SETTINGS = {"cache": None, "memory": 64 << 20, "ratio": None, "dtype": "auto", "host": "127.0.0.1", "port": 8000}
+SETTINGS = {
+    "cache": None,
+    "memory": 64 << 20,
+    "ratio": None,
+    "swap": None,
+    "dtype": "auto",
+    "host": "127.0.0.1",
+    "port": 8000,
+}
 
 
 def made(model, *passed, **given):
@@ -124,9 +132,11 @@ def test_a_long_model_gets_a_length_that_a_step_can_read_whole(tmp_path):
 
 def test_a_converted_model_has_its_own_cache(tmp_path):
     deciding_model().save_pretrained(tmp_path)
-    _, options, lines = made(tmp_path, ratio=4.0)
+    _, options, lines = made(tmp_path, ratio=4.0, swap="0")
     asked = json.loads(options["--additional-config"][0])
-    assert asked == {"kvcompress": {"cache": "dmc", "ratio": 4.0}}
+    assert asked == {"kvcompress": {"cache": "dmc", "ratio": 4.0, "swap": "0"}}
+    with pytest.raises(ValueError, match=r"swap must be bytes, such as 1GiB, or 0 .*, got the text 'much'"):
+        made(tmp_path, swap="much")
     assert lines[2].startswith("requests prompts that fit at once where 4 tokens share a slot: ")
 
 

@@ -143,16 +143,18 @@ def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(name):
     assert [answer for _, answer in turns] == [alone(model, cache, prompt, 7) for prompt, _ in turns]
 
 
+@pytest.mark.parametrize("swap", [0, "1MiB"], ids=["read again", "swapped"])
 @pytest.mark.parametrize("name", ["dense", "dmc", "dms"])
-def test_few_pages_make_prefixes_give_way_and_lose_no_token(name, monkeypatch):
+def test_few_pages_make_prefixes_give_way_and_lose_no_token(name, swap, monkeypatch):
     monkeypatch.setattr(Requests, "coming_pages", lambda self, prompts: 0)  # as if there were room
     cache, dmc = CACHES[name]
     model, begin = model_of(dmc), prompts_of((24,))[0]
     prompts = [begin + more for more in prompts_of((6, 5, 7, 4, 6, 9), seed=1)] + prompts_of((30, 33), seed=2)
     news = (24, 20, 26, 24, 18, 9, 20, 22)
     pages = {"dense": 60, "dms": 40}.get(name, 40)
-    found, metrics = served(model, cache, prompts, news, pages=pages, requests=5)
+    found, metrics = served(model, cache, prompts, news, pages=pages, requests=5, swap=swap)
     assert metrics["prefix_tokens"] > 0 and metrics["preempted"] > 0
+    assert (metrics["swapped"] > 0) == bool(swap)
     assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
 
 

@@ -23,7 +23,7 @@ from ..hf.method import method_of
 from ..hf.now import coming
 from ..units import Tokens, tokens_of
 from .apart import Apart
-from .memory import free_nbytes, memory_nbytes
+from .memory import free_nbytes, memory_nbytes, swap_nbytes
 from .requests import Requests
 from .scheduler import PageScheduler
 from .served import cache_maker, spec_of
@@ -33,7 +33,7 @@ NAN = "the model's logits hold NaN: a layer's weights or inputs do, or overflowe
 SECONDS = 10.0  # over which tokens/s are counted
 METRICS = (
     "pages", "pages_in_use", "peak_pages", "page_nbytes", "running", "waiting", "peak_running", "preempted",
-    "prefix_pages", "prefix_tokens", "tokens_per_second",
+    "swapped", "prefix_pages", "prefix_tokens", "tokens_per_second",
 )  # fmt: skip
 # fields of a ContinuousBatchingConfig that must be unset or this
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -229,7 +229,7 @@ class ServedManager(ContinuousBatchingManager):
         config, model = self.continuous_batching_config, self.model
         served = self.batching.served
         served.drop_all()  # prefixes too: the model may have been trained since
-        self.batching._hits_before = served.prompts.hits
+        self.batching._hits_before, self.batching._swapped_before = served.prompts.hits, served.swap.count
         cache = _Bookkeeping(served, config.max_batch_tokens)
 
         self.batching.processor = processor = _Processor(
@@ -248,13 +248,13 @@ class ServedManager(ContinuousBatchingManager):
 
 class Batching:
     """What batching returns, and takes its arguments: model, cache, pages, memory, page_size, requests, batch_tokens,
-    prefixes. As a context manager it is undone at the end. Raises as batching does. served: the requests and their
-    pages.
+    prefixes, swap. As a context manager it is undone at the end. Raises as batching does. served: the requests and
+    their pages.
     """
 
     def __init__(
         self, model: Any, cache: str | CacheSpec | None, pages: int | None, memory: int | str | None, page_size: int,
-        requests: int, batch_tokens: Tokens, prefixes: int | None,
+        requests: int, batch_tokens: Tokens, prefixes: int | None, swap: int | str | None,
     ) -> None:  # fmt: skip
         need_integer("requests", requests, 1)
         batch_tokens = tokens_of("batch_tokens", batch_tokens, requests)
@@ -263,7 +263,8 @@ class Batching:
         self.memory = None if memory is None else memory_nbytes(memory)
         self.model, self.requests, self.batch_tokens = model, requests, batch_tokens
         self.page_size, self.dtype = PoolSettings(page_size).page_size, model.dtype
-        self.prefixes, self._hits_before = prefixes, 0
+        self.prefixes, self._hits_before, self._swapped_before = prefixes, 0, 0
+        self.swap = None if swap is None else swap_nbytes(swap)
         self.spec = spec_of(cache, decoder_config(model.config))
         self.processor: _Processor | None = None
         self._last: ServedManager | None = None
@@ -283,7 +284,10 @@ class Batching:
         facts, method = facts_of(decoder), method_of(decoder)
         facts.check_alone("kvcompress.serve.batching")
         counted = self._pages_within if pages is None else pages
-        return Requests(decoder, facts, method, self._make, counted, model.dtype, model.device, prefixes=self.prefixes)
+        return Requests(
+            decoder, facts, method, self._make, counted, model.dtype, model.device, prefixes=self.prefixes,
+            swap=self.swap,
+        )  # fmt: skip
 
     def _pages_within(self, page_nbytes: int) -> int:
         """Pages of so many bytes within the memory; 0: the cache has none."""
@@ -320,7 +324,8 @@ class Batching:
 
     def metrics(self) -> dict[str, float]:
         """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
-        requests, peak_running (most at once), preempted (how often one gave its pages up); prefix_pages (that only
+        requests, peak_running (most at once), preempted (how often one gave its pages up), swapped (how often what it
+        held was kept); prefix_pages (that only
         prefixes hold), prefix_tokens (of prompts, that were not read since a prefix had them); tokens_per_second over
         the last 10 s, or since the first request. Before that numbers are 0, but pages and page_nbytes."""
         own = {"pages": self.pages, "page_nbytes": self.served.bounds.page_nbytes}
@@ -336,6 +341,7 @@ class Batching:
                 "waiting": len(scheduler.waiting_requests),
                 "peak_running": scheduler.peak,
                 "preempted": scheduler.preempted,
+                "swapped": self.served.swap.count - self._swapped_before,
                 "prefix_pages": self.served.kept,
                 "prefix_tokens": self.served.prompts.hits - self._hits_before,
                 "tokens_per_second": sum(recent) / (now - since),
@@ -366,6 +372,7 @@ class Batching:
 def batching(
     model: Any, cache: str | CacheSpec | None = None, *, pages: int | None = None, memory: int | str | None = None,
     page_size: int = 64, requests: int = 64, batch_tokens: Tokens = 2048, prefixes: int | None = None,
+    swap: int | str | None = None,
 ) -> Batching:  # fmt: skip
     """Makes a model's continuous batching (generate_batch, init_continuous_batching) hold compressed caches, all
     requests' in one store of pages.
@@ -383,8 +390,11 @@ def batching(
     of several tokens, which must fit. prefixes: most that are kept of prompts that begin alike, so as not to be read
     again, each with what a request keeps beside pages; 0 = none, None = 16, but none where prompts must fit; the one
     that was asked for longest ago goes first, also where pages run out.
+    swap: bytes of the host's memory, as memory says them, for what requests hold that give their pages up; None = an
+    eighth of the pages', 0 = they are read again.
     Without max_new_tokens an answer is as long as that of model.generate (20 tokens, where no config says otherwise).
-    Out of pages, the request that came last waits and is read again; one that cannot fit alone fails with an error that
-    says so. Raises ValueError for caches, settings and models that cannot be served, RuntimeError for a model that is.
+    Out of pages, the request that came last waits, and goes on from what swap kept of it; one that cannot fit alone
+    fails with an error that says so. Raises ValueError for caches, settings and models that cannot be served,
+    RuntimeError for a model that is.
     """
-    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens, prefixes)
+    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens, prefixes, swap)

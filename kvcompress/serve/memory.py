@@ -23,6 +23,14 @@ def memory_nbytes(memory: int | str) -> int:
     return memory
 
 
+def swap_nbytes(swap: int | str) -> int:
+    """As memory_nbytes, but none are allowed."""
+    if isinstance(swap, str):
+        swap = 0 if swap == "0" else nbytes_of(swap, "swap", "bytes, such as 1GiB, or 0")
+    need_integer("swap", swap, 0)
+    return swap
+
+
 def free_nbytes(device: torch.device) -> int:
     """What is free on a device now: of a GPU, or of this machine within the limit of its container."""
     if device.type == "cuda":

@@ -9,16 +9,19 @@ from ..caches.base import CompressedCache
 from .bounds import Bounds
 from .order import Order
 from .prefixes import Prefix, Prefixes
+from .swap import Swap
 
 
 @dataclass
 class Reader:
-    """A request whose prompt is being read. seen: tokens so far; begun: whether a pass read some of them."""
+    """A request whose prompt is being read. seen: tokens so far; begun: whether a pass read some of them; back: whether
+    the prompt was read before, and the request, which gave its pages up, goes on behind it."""
 
     cache: CompressedCache
     prompt: int
     seen: int = 0
     begun: bool = False
+    back: bool = False
 
 
 @dataclass
@@ -36,16 +39,17 @@ class Offered:
 class Prompts:
     """Of all requests that wait or are being read.
 
-    reading: those that are being read; their owner's. pages: there are. last: tokens of a prompt that come in one part
-    and are served by no prefix; whole: whether all of it chooses what stays of it; see Requests. follows_length:
-    whether a key depends on how long a prompt is. hits: tokens of prompts that were not read, since they were there.
+    reading, swap: those that are being read, and those that gave their pages up; their owner's. pages: there are. last:
+    tokens of a prompt that come in one part and are served by no prefix; whole: whether all of it chooses what stays of
+    it; see Requests. follows_length: whether a key depends on how long a prompt is. hits: tokens of prompts that were
+    not read, since they were there.
     """
 
     def __init__(
-        self, prefixes: Prefixes, reading: Mapping[str, Reader], bounds: Bounds, pages: int, last: int, whole: bool,
-        follows_length: bool,
+        self, prefixes: Prefixes, reading: Mapping[str, Reader], swap: Swap, bounds: Bounds, pages: int, last: int,
+        whole: bool, follows_length: bool,
     ) -> None:  # fmt: skip
-        self.prefixes, self.reading, self.bounds, self.pages = prefixes, reading, bounds, pages
+        self.prefixes, self.reading, self.swap, self.bounds, self.pages = prefixes, reading, swap, bounds, pages
         self.last, self.whole, self.follows_length = last, whole, follows_length
         self.hits = 0
         self.clear()
@@ -67,7 +71,7 @@ class Prompts:
 
     def note(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
         """As offer, but nobody reads otherwise for it. Whether a prefix may serve it."""
-        if self.prefixes.most < 1 or request in self.reading:
+        if self.prefixes.most < 1 or request in self.reading or request in self.swap:
             return False
         if request not in self.offered:
             root = f"{given if self.follows_length else 0} {salt}".encode()
@@ -111,6 +115,8 @@ class Prompts:
         """Tokens of a prompt that have been read, or need not be; see offer."""
         if request in self.reading:
             return self.reading[request].seen
+        if request in self.swap:
+            return self.swap.seen(request)
         prefix = self.found(request)
         return 0 if prefix is None else prefix.tokens
 
@@ -141,6 +147,10 @@ class Prompts:
                 self._shared[request] = prefix.tokens - len(prefix.tail)
             prefix.users.add(request)
         return prefix
+
+    def goes_on(self, request: str, shared: int) -> None:
+        """The request comes back to what it had read, so many tokens of it a prefix's."""
+        self._shared[request] = shared
 
     def keep(self, request: str) -> bool:
         """Keeps the cache of a request that has come to a border where it is to be kept; whether it has."""

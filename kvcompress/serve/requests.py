@@ -23,6 +23,7 @@ from .prefixes import MOST, Prefixes, check_prefixes
 from .prompts import Offered, Prompts, Reader
 from .served import check_served
 from .served_pass import Part, ServedPass
+from .swap import SHARE, Swap
 
 WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
 
@@ -33,7 +34,8 @@ class Requests:
     decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
     make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
     which pages are to lie; None = of its own. prefixes: most that are kept for prompts that begin alike, None = MOST,
-    or none where a prompt must come in one pass; see Prompts.offer.
+    or none where a prompt must come in one pass; see Prompts.offer. swap: bytes of the host's memory for what requests
+    hold that give their pages up, None = an eighth of the pages' bytes.
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -42,7 +44,7 @@ class Requests:
     def __init__(
         self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache],
         pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
-        prefixes: int | None = 0,
+        prefixes: int | None = 0, swap: int | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.facts, self.make = decoder, facts, make
         empty = self._new_cache()
@@ -74,8 +76,9 @@ class Requests:
         self.kept = 0  # pages that prefixes alone held when they were counted last
         follows_length = any(own.key_rotary.asks_host for own in facts.values())
         self.reading: dict[str, Reader] = {}
+        self.swap = Swap(pages * self.store.page_nbytes() // SHARE if swap is None else swap)
         self.prompts = Prompts(
-            self.prefixes, self.reading, self.bounds, pages, self.last or 0, self.whole, follows_length
+            self.prefixes, self.reading, self.swap, self.bounds, pages, self.last or 0, self.whole, follows_length
         )
         self.lengths = Lengths()
         self.answer_of: Callable[[str], Answer] = lambda request: Answer(0, 1)  # its scheduler says
@@ -85,6 +88,7 @@ class Requests:
         self.decoding: list[str] = []
         self._running: CompressedCache | None = None
         self._gone: set[str] = set()
+        self._giving_up: dict[str, int] = {}  # of those: tokens that each has of a prefix
         self._changed = True  # since pages were set aside
         self._pass: ServedPass | None = None
 
@@ -96,13 +100,16 @@ class Requests:
             for request in self._gone & self._ended.keys():
                 assert self._running is not None
                 self.prompts.keep_ended(*self._ended[request], self._running, self.decoding.index(request))
+            given_up = {name: self._alone(name) for name in self.decoding if name in self._giving_up}
             stay = [i for i, request in enumerate(self.decoding) if request not in self._gone]
             self.decoding = [self.decoding[i] for i in stay]
             if not stay:
                 self._running = None
             elif self._running is not None:
                 self._running.select_sequences(stay)
-            self._gone, self._ended, self._changed = set(), {}, True
+            for request in list(given_up):
+                self._swap_out(request, given_up.pop(request), self._giving_up[request])
+            self._gone, self._giving_up, self._ended, self._changed = set(), {}, {}, True
         if self._changed or not self._has_room():
             held = self.prefixes.held if len(self.prefixes) else None
             self.free, self.kept = PagePool.learn(self.store, [pool for pool, _ in self._pools()], held)
@@ -124,9 +131,21 @@ class Requests:
         if self._outlives and request in self.decoding and offered is not None:
             self._ended[request] = offered, tokens
 
+    def give_up(self, request: str) -> None:
+        """The request gives its pages up. It waits, and goes on where it was if memory for swap allows (then it is in
+        `swap` after settle()), else it is to be read again."""
+        shared = self.prompts.shared(request)
+        if request in self.decoding:
+            self._giving_up[request] = shared
+        reader = self.reading.get(request)
+        self.drop(request)
+        if reader is not None and reader.begun:
+            self._swap_out(request, reader.cache, shared)
+
     def drop(self, request: str) -> None:
-        """The request is over, or must give its pages up; one that is not there is no error."""
+        """The request is over; one that is not there is no error."""
         self.prompts.leave(request)
+        self.swap.drop(request)
         if self.reading.pop(request, None) is not None:
             self._changed = True
         elif request in self.decoding:
@@ -136,19 +155,37 @@ class Requests:
         """All requests are over, and no prefix is kept."""
         self.reading.clear()
         self.prompts.clear()
-        self.decoding, self._running, self._gone, self._ended = [], None, set(), {}
+        self.swap.clear()
+        self.decoding, self._running, self._gone, self._ended, self._giving_up = [], None, set(), {}, {}
         self._changed, self._pass = True, None
 
     # ---- what comes in ----
 
     def start(self, request: str, prompt: int) -> int:
         """The request is let in; its prompt has so many tokens. Returns those that are there already."""
+        if request in self.swap:
+            self.free -= self.swap.pages(request)
+            seen = self.swap.seen(request)
+            cache, shared = self.swap.take(request)
+            cache.adopt(self.decoder, self.facts)
+            self.prompts.goes_on(request, shared)
+            self.reading[request] = Reader(cache, prompt, seen, back=not getattr(cache, "parted", False))
+            return seen
         reader = Reader(self._new_cache(), prompt)
         if (prefix := self.prompts.let_in(request)) is not None:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
         self.reading[request] = reader
         return reader.seen
+
+    def prompt_of(self, request: str, given: int, tokens: int) -> int:
+        """Of a request's tokens those that are read as its prompt. given: those that are the user's. What it had
+        written before it gave its pages up follows one by one where prompts are read whole, as it did then."""
+        if request in self.reading:
+            return self.reading[request].prompt
+        if not self.whole:
+            return tokens
+        return max(given, self.swap.seen(request) + 1) if request in self.swap else given
 
     def next_part(self, request: str, prompt: int, budget: int) -> int:
         """Those that it may have in a pass of so many tokens. Where all of a prompt chooses what stays of it, it waits
@@ -213,8 +250,9 @@ class Requests:
         return False
 
     def drop_prefixes(self) -> bool:
-        """Drops all of them; whether there was one."""
-        some = len(self.prefixes) > 0
+        """Drops all of them; whether there was one. Requests that still hold pages of theirs are to be read again."""
+        some = len(self.prefixes) > 0 or self.swap.holds_pages
+        self.swap.drop_holders()
         while self.prefixes.drop_oldest():
             self._changed = True
         self.settle()
@@ -231,12 +269,14 @@ class Requests:
         return full + sum(int((pool.copies(known) & (np.array(pool.bounds) % P > 0)).sum()) for pool, known in pools)
 
     def part_pages(self, part: Part) -> int:
-        """Pages that a part takes at most."""
-        return self.bounds.grown(self._cache_of(part.request), part.tokens, part.prompt)
+        """Pages that a part takes at most, with those that its request comes back to."""
+        back = self.swap.pages(part.request)
+        return back + self.bounds.grown(self._cache_of(part.request), part.tokens, part.prompt)
 
     def most_tokens(self, part: Part, pages: int) -> int:
         """How many of a part's tokens surely find their place in so many pages: all or none where prompts are read
         whole."""
+        pages -= self.swap.pages(part.request)
         fits = self.bounds.most_tokens(self._cache_of(part.request), part.tokens, part.prompt, pages)
         return fits if not self.whole or fits == part.tokens else 0
 
@@ -262,16 +302,20 @@ class Requests:
         """Pages that all requests take at once until they end, if these come in, beside those that are held, claimed
         or needed for the next tokens: the one admission policy. prompts: the tokens of each one's prompt."""
         bounds, here = self.bounds, self._slots()
-        if self.whole:  # what is held of a prompt, mostly a prefix's, goes when that is pruned
-            here |= {name: np.zeros_like(here[name]) for name, x in self.reading.items() if x.prompt <= self.most}
+        pruned = {name: x for name, x in self.reading.items() if self.whole and not x.back}  # when they are read
+        # what is held of a prompt, mostly a prefix's, goes then
+        here |= {name: np.zeros_like(here[name]) for name, x in pruned.items() if x.prompt <= self.most}
         slots = {name: float(rows.sum()) for name, rows in here.items()}
         for name, reader in self.reading.items():
-            if self.whole:
+            if name in pruned:
                 slots[name] = self._will_fill(reader.prompt)
             else:
                 slots[name] += bounds.slots(reader.prompt) - bounds.slots(reader.seen)
         for name, tokens in prompts.items():
-            slots[name] = self._will_fill(tokens) if self.whole else bounds.slots(tokens - self.prompts.seen(name))
+            if name in self.swap:
+                slots[name] = self.swap.slots(name) + bounds.slots(tokens - self.swap.seen(name))
+            else:
+                slots[name] = self._will_fill(tokens) if self.whole else bounds.slots(tokens - self.prompts.seen(name))
         # what comes back when it ends is what it does not share
         shared = np.array([bounds.expected(tokens) if (tokens := self.prompts.shared(name)) else 0 for name in slots])
         left = np.array([self._to_write(name) for name in slots])
@@ -290,7 +334,10 @@ class Requests:
     def _to_write(self, request: str) -> float:
         """Tokens that follow a request's prompt, those included that it wrote before it gave its pages up."""
         answer = self.answer_of(request)
-        again = answer.written if self.whole and request not in self.decoding else 0
+        goes_on = (
+            request in self.decoding or request in self.swap or (request in self.reading and self.reading[request].back)
+        )
+        again = answer.written if self.whole and not goes_on else 0
         return self.lengths.left(answer) + again
 
     def pages_in_use(self) -> int:
@@ -389,6 +436,8 @@ class Requests:
     def _cache_of(self, request: str) -> CompressedCache:
         if request in self.reading:
             return self.reading[request].cache
+        if request in self.swap:
+            return self.swap.cache(request)
         prefix = self.prompts.found(request)
         return self.bounds.cache if prefix is None else prefix.cache
 
@@ -400,6 +449,17 @@ class Requests:
         caches = [reader.cache for reader in self.reading.values()]
         caches += [] if self._running is None else [self._running]
         return [pool for cache in caches for pool in self._pools_of(cache)]
+
+    def _alone(self, request: str) -> CompressedCache:
+        """A cache of one that decodes."""
+        assert self._running is not None
+        cache = self._running.fork()
+        cache.select_sequences([self.decoding.index(request)])
+        return cache
+
+    def _swap_out(self, request: str, cache: CompressedCache, shared: int) -> None:
+        self.store.count_free()  # pages of caches that are gone are nobody's from now on
+        self.swap.keep(request, cache, shared)
 
     def _has_room(self) -> bool:
         return self._running is None or all(pool.has_room for pool, _ in self._pools_of(self._running))

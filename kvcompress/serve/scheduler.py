@@ -72,8 +72,8 @@ class PageScheduler(Scheduler):
             self.waiting_requests_order.popleft()
             del self.waiting_requests[state.request_id]
             self._add_children(state)
-            self.taken += served.part_pages(part)
             seen = served.start(state.request_id, part.prompt)
+            self.taken += served.part_pages(part)
             state.position_offset, state.remaining_prefill_tokens = seen, state.remaining_prefill_tokens[seen:]
             budget -= part.tokens
             self.parts.append(part)
@@ -95,6 +95,7 @@ class PageScheduler(Scheduler):
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         for state in cancelled:
+            self.served.drop(state.request_id)
             self.forget(state.request_id)
             self.block_new_requests = False  # its pages are back
         return cancelled
@@ -113,9 +114,8 @@ class PageScheduler(Scheduler):
         return FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens)
 
     def _prompt(self, state: RequestState) -> int:
-        """Tokens that are read as the prompt. What a request had written before it gave its pages up follows one by
-        one where prompts are read whole, as it did then."""
-        return _given(state) if self.served.whole else len(state.initial_tokens)
+        """Tokens that are read as the prompt."""
+        return self.served.prompt_of(state.request_id, _given(state), len(state.initial_tokens))
 
     def _part(self, state: RequestState, budget: int, others: bool) -> Part | None:
         """The next part of a prompt; None where pages or the budget of this pass do not suffice."""
@@ -130,7 +130,7 @@ class PageScheduler(Scheduler):
     def _first_part(self, state: RequestState, budget: int) -> Part | None:
         """That of a waiting request; None where it must wait, or has failed."""
         served, prompt = self.served, self._prompt(state)
-        reason = served.refusal(prompt)
+        reason = served.refusal(_given(state) if served.whole else prompt)
         if state._new_tokens_limit < 1:
             reason = f"may write nothing behind its prompt of {prompt} tokens: max_new_tokens must be at least 1"
         if reason is not None:
@@ -169,7 +169,10 @@ class PageScheduler(Scheduler):
     def _give_up(self, state: RequestState) -> None:
         request = state.request_id
         self.active_requests.pop(request)
-        self.served.drop(request)
+        if self.active_requests:
+            self.served.give_up(request)
+        else:
+            self.served.drop(request)
         self.served.settle()
         if not self.active_requests:
             tokens = state.position_offset

@@ -59,17 +59,24 @@ def test_tokens_are_those_of_generate_alone_and_pages_come_back(serve, folders, 
 
 
 @pytest.mark.parametrize(
-    ("cache", "blocks", "tokens", "new"),
-    [("dense", 18, 80, 70), ("dmc", 8, 120, 200), (PRUNED, 8, 80, 70), (PRUNED + ",every=8", 7, 80, 70)],
-)
-def test_a_wrong_guess_ends_in_preemption_and_no_token_is_lost(serve, folders, prompts, cache, blocks, tokens, new):
+    ("cache", "blocks", "tokens", "new", "swap"),
+    [
+        ("dense", 18, 80, 70, "1GiB"), ("dense", 18, 80, 70, 0), ("dmc", 8, 120, 200, "1GiB"),
+        (PRUNED, 8, 80, 70, "1GiB"), (PRUNED, 8, 80, 70, 0), (PRUNED + ",every=8", 7, 80, 70, None),
+    ],
+)  # fmt: skip
+def test_a_wrong_guess_ends_in_preemption_and_no_token_is_lost(
+    serve, folders, prompts, cache, blocks, tokens, new, swap
+):
     dmc = cache == "dmc"
-    served = serve(folders["dmc" if dmc else "plain"], cache, blocks=blocks, ratio=100 if dmc else None)
+    served = serve(folders["dmc" if dmc else "plain"], cache, blocks=blocks, ratio=100 if dmc else None, swap=swap)
     served.engine.requests.coming_pages = lambda prompts: 0  # as if there were room
     served.engine.bounds.note = lambda *_: None  # and the guess stayed
     short = [prompt[:tokens] for prompt in prompts]
     found, reasons = served.generate(short, new)
     assert served.engine.preempted > 0 and set(reasons) == {"length"}
+    if swap is not None:
+        assert served.engine.requests.swap.count == (served.engine.preempted if swap else 0)
     assert found == alone(example(cache), cache, short, new)
     assert served.engine.requests.pages_in_use() == 0
 

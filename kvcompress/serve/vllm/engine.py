@@ -84,6 +84,7 @@ class Engine:
         self._names: dict[int, str] = {}
         self._lengths: dict[str, tuple[int, int]] = {}  # of prompts that are read: tokens before it decodes, given ones
         self._left = False  # somebody has gone since pages were counted
+        self._giving_up: set[str] = set()  # who is to give its pages up, and is not over
         self._forked: dict[str, int] = {}  # pages that a request has from the prefix it began with
         self._granted: dict[str, int] = {}  # pages of this step's parts of prompts
         self._held: dict[str, int] = {}
@@ -95,7 +96,7 @@ class Engine:
         pages = memory.numel() // self.page_nbytes * (blocks - 1) // blocks
         self.served = Requests(
             self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory,
-            self.settings.prefixes,
+            self.settings.prefixes, self.settings.swap_nbytes,
         )  # fmt: skip
         self.served.bounds, self.served.answer_of = self.bounds, self._answer
         if self.beside:  # prefixes are blocks beside pages, too: half of them, and a request's are left in any case
@@ -214,8 +215,9 @@ class Engine:
         """The request may read up to its first `tokens` tokens in this step: their pages are its own."""
         served = self.requests
         if name not in served.decoding and name not in served.reading:
+            own = served.swap.pages(name)
             served.start(name, self._part(name, tokens).prompt)
-            self._forked[name] = served.held()[name]
+            self._forked[name] = served.held()[name] - own
         if name not in served.decoding:
             self._granted[name] = served.part_pages(self._part(name, tokens - served.prompts.seen(name)))
 
@@ -239,9 +241,17 @@ class Engine:
         """A request is known by its first block from now on."""
         self._names[block] = name
 
+    def give_up(self, name: str) -> None:
+        """A request that is dropped next is not over."""
+        self._giving_up.add(name)
+
     def drop(self, name: str, block: int | None) -> None:
         """A request is over, or gives its pages up."""
-        self.requests.drop(name)
+        if name in self._giving_up:
+            self._giving_up.discard(name)
+            self.requests.give_up(name)
+        else:
+            self.requests.drop(name)
         self._lengths.pop(name, None)
         self._held.pop(name, None)
         self._forked.pop(name, None)
@@ -266,7 +276,7 @@ class Engine:
         request = self.known[name]
         given = request.num_prompt_tokens
         if name not in self._lengths or name not in self.requests.reading:
-            self._lengths[name] = (given if self.whole else request.num_tokens, given)
+            self._lengths[name] = (self.requests.prompt_of(name, given, request.num_tokens), given)
         prompt, given = self._lengths[name]
         return Part(name, self.requests.next_part(name, prompt, tokens), prompt, given)
 

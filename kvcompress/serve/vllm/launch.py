@@ -40,12 +40,13 @@ class Command(NamedTuple):
 
 
 def run_serve(
-    *, model: str, cache: str | None, memory: str | None, ratio: float | None, dtype: str, host: str, port: int,
-    passed: Sequence[str],
+    *, model: str, cache: str | None, memory: str | None, ratio: float | None, swap: str | None, dtype: str, host: str,
+    port: int, passed: Sequence[str],
 ) -> None:  # fmt: skip
     """Says what the server holds, and becomes it: signals are vLLM's to answer, and its exit status is ours.
 
-    memory: of all requests' caches, None = a share of what is free. ratio: as Settings has it. dtype: of the weights.
+    memory: of all requests' caches, None = a share of what is free. ratio, swap: as Settings has them. dtype: of the
+    weights.
     passed: vLLM's own options. Raises ValueError for what cannot be, before vLLM starts, ImportError where vLLM or its
     plugin is not installed.
     """
@@ -57,7 +58,7 @@ def run_serve(
     environment = environment_of(os.environ)
     need_packages("kvcompress serve", "vllm")
     need_plugin()
-    command = command_of(model, cache, nbytes, ratio, dtype, host, port, options)
+    command = command_of(model, cache, nbytes, ratio, swap, dtype, host, port, options)
     print(*command.lines, sep="\n", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os.execve(sys.executable, command.arguments, environment)
@@ -80,19 +81,20 @@ def need_plugin() -> None:
 
 
 def command_of(
-    model: str, cache: str | None, memory: int | None, ratio: float | None, dtype: str, host: str, port: int,
-    passed: Passed,
+    model: str, cache: str | None, memory: int | None, ratio: float | None, swap: str | None, dtype: str, host: str,
+    port: int, passed: Passed,
 ) -> Command:  # fmt: skip
     """The command, of options that were read; memory in bytes. Raises ValueError as run_serve does."""
     folder, config = _config(model, passed.text("--revision"))
     chosen = _dtype(model, config, dtype)
-    settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, 1.0 if ratio is None else ratio)
+    settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, 1.0 if ratio is None else ratio, swap=swap)
     engine = Engine(settings, config, chosen, passed.count("--block-size") or BLOCK_SIZE)
     length = _length(engine, trained_length_of(config), passed.count("--max-model-len"))
     if memory is None:
         memory = _free(config, chosen)
     capacity = Capacity(engine, memory, length)
     asked: dict[str, Any] = {"cache": settings.cache, "ratio": settings.ratio}
+    asked |= {} if swap is None else {"swap": swap}
     ours = {
         "--dtype": str(chosen).removeprefix("torch."), "--host": host, "--port": str(port),
         "--kv-cache-memory-bytes": str(capacity.vllm_nbytes),

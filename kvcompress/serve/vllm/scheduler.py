@@ -190,12 +190,16 @@ class CompressedScheduler(Scheduler):
         return min(budget, len(engine.decoding) + most)
 
     def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        alone = self._scheduling and not self.running
+        if self._scheduling and not alone:  # else all are to be read again, by new weights perhaps
+            self.engine.give_up(request.request_id)
         super()._preempt_request(request, timestamp, drop_stale_output)
-        if self._scheduling and not self.running:
+        if alone:
             self.engine.failed[request.request_id] = self._too_few(request)
             return
         self.engine.preempted += 1
-        if self.engine.whole and request.num_output_tokens:
+        self.engine.settle()
+        if self.engine.whole and request.num_output_tokens and request.request_id not in self.engine.requests.swap:
             request.__class__ = Again
 
     def _too_few(self, request: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...caches.spec import DENSE, CacheSpec
 from ...hf.config import decoder_config
+from ..memory import swap_nbytes
 from ..prefixes import check_prefixes
 
 KEY = "kvcompress"  # in vLLM's additional_config
@@ -19,7 +20,8 @@ BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every K
 class Settings:
     """cache: as CacheSpec writes it. ratio: tokens per slot that a cache with learned ratio (DMC, DMS) is taken to
     reach before any prompt was read; afterwards what was measured counts. prefixes: most that are kept of prompts that
-    begin alike, as Requests takes it; None = 0 without vLLM's enable_prefix_caching or enable_chunked_prefill.
+    begin alike, as Requests takes it; None = 0 without vLLM's enable_prefix_caching or enable_chunked_prefill. swap: as
+    Requests takes it, bytes or a text such as "1GiB".
 
     Raises ValueError for what is out of range or unknown.
     """
@@ -27,18 +29,24 @@ class Settings:
     cache: str
     ratio: float = 1.0
     prefixes: int | None = None
+    swap: int | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise ValueError(f"cache must be text such as 'dmc', got {self.cache!r}")
         _ = self.spec
         check_prefixes(self.prefixes, False)
+        _ = self.swap_nbytes
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 1 <= self.ratio < math.inf:
             raise ValueError(f"ratio must be a finite number of at least 1, got {self.ratio!r}")
 
     @property
     def spec(self) -> CacheSpec:
         return CacheSpec.parse(self.cache)
+
+    @property
+    def swap_nbytes(self) -> int | None:
+        return None if self.swap is None else swap_nbytes(self.swap)
 
     @staticmethod
     def asked(additional_config: Any, config: Any) -> Settings | None:

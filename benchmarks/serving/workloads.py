@@ -118,6 +118,7 @@ class Engine:
         self.llm = LLM(
             folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=longest, kv_cache_memory_bytes=memory,
             disable_log_stats=True, additional_config={} if cache is None else {"kvcompress": {"cache": cache}},
+            hf_overrides={"kvcompress": None} if cache is None else {},  # a converted model would ask by itself
         )  # fmt: skip
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler

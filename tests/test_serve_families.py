@@ -54,13 +54,13 @@ def test_requests_of_a_family_get_the_tokens_of_generate_alone(family, name, mon
     (model, cache), prompts = made(family, name, tmp_path / "gates"), tree(22)
     news = [5 + 3 * i % 8 for i in range(len(prompts))]
     whole = "pruned" in name or family in WHOLE
-    settings = {"pages": 60, "requests": 6, "batch_tokens": 112 if whole else 48}
+    settings = {"pages": 60, "requests": 6, "batch_tokens": 112 if whole else 48, "swap": "16MiB"}
     found, metrics = served(model, cache, prompts, news, cancelled=CANCELLED, **settings)
     stay = [i for i in range(len(prompts)) if i not in CANCELLED]
     assert found == [alone(model, cache, prompts[i], news[i]) for i in stay]
     assert len({token for written in found for token in written}) > 30 and metrics["peak_running"] > 2
     if name in ("dense", "quantized"):
-        assert metrics["preempted"] > 0
+        assert metrics["preempted"] > 0 and metrics["swapped"] == metrics["preempted"]
     if family in WHOLE or "pruned" not in name:  # of pruned prompts some are long enough
         assert (metrics["prefix_tokens"] > 0) == (family not in WHOLE)
 

@@ -24,18 +24,20 @@ class Swapped(NamedTuple):
         return len(next(iter(self.arrays.values())))
 
 
-def own_pages(store: PageStore, rows: Rows) -> Tensor:
-    """bool [R, blocks]: entries of a table behind the pages that rows begin with and others hold too."""
+def own_pages(store: PageStore, rows: Rows, every: bool = False) -> Tensor:
+    """bool [R, blocks]: entries of a table behind the pages that rows begin with and others hold too. every: those, too."""
     named = store.named(rows)
+    if every:
+        return named
     shared = named & (store.refs[torch.where(named, rows.block_table, 0)] > 1)
     return named & (shared.int().cumprod(1) == 0)
 
 
 @torch.inference_mode(False)
-def swap_out(store: PageStore, rows: Rows) -> Swapped:
-    """Copies what the rows hold of their own to the host, and gives its pages up. Waits for the device."""
+def swap_out(store: PageStore, rows: Rows, every: bool = False) -> Swapped:
+    """Copies what the rows hold of their own to the host, or every page, and gives these up. Waits for the device."""
     with store.lock:
-        own, lengths, P = own_pages(store, rows), rows.lengths.clone(), store.settings.page_size
+        own, lengths, P = own_pages(store, rows, every), rows.lengths.clone(), store.settings.page_size
         there = torch.minimum(lengths, ((store.named(rows) & ~own).sum(1) * P).to(torch.int32))
         pages = rows.block_table[own].long()
         arrays = {name: array[pages].cpu() for name, array in store.arrays.items()}

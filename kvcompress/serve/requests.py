@@ -76,7 +76,8 @@ class Requests:
         self.kept = 0  # pages that prefixes alone held when they were counted last
         follows_length = any(own.key_rotary.asks_host for own in facts.values())
         self.reading: dict[str, Reader] = {}
-        self.swap = Swap(pages * self.store.page_nbytes() // SHARE if swap is None else swap)
+        # little is shared of what is chosen by all of a prompt, and who goes on may need what others would hold
+        self.swap = Swap(pages * self.store.page_nbytes() // SHARE if swap is None else swap, every=self.whole)
         self.prompts = Prompts(
             self.prefixes, self.reading, self.swap, self.bounds, pages, self.last or 0, self.whole, follows_length
         )
@@ -207,6 +208,10 @@ class Requests:
             return True
         if len(self.decoding) + len(self.reading) != 1 or (request is not None and request not in self.reading):
             return False
+        if pages > self.free + self.kept and self.swap.holds_pages:
+            self.swap.drop_holders()
+            self._changed = True
+            self.settle()
         enough = pages <= self.free + self.kept  # the next token takes no copy of what nobody shares any more
         return enough and self.drop_prefixes() and pages + self.needed <= self.free
 

@@ -21,10 +21,11 @@ class _Kept(NamedTuple):
 
 
 class Swap:
-    """At most `most` bytes of them. used: bytes now; peak: most at once; count: how often a request was kept."""
+    """At most `most` bytes of them. every: of all pages that they hold; else those that others hold too stay where they
+    are. used: bytes now; peak: most at once; count: how often a request was kept."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.used, self.peak, self.count = most, 0, 0, 0
+    def __init__(self, most: int, every: bool) -> None:
+        self.most, self.every, self.used, self.peak, self.count = most, every, 0, 0, 0
         self._kept: dict[str, _Kept] = {}
 
     def __contains__(self, request: str) -> bool:
@@ -34,13 +35,13 @@ class Swap:
         """Takes a cache of one sequence over, and frees the pages that nobody else holds; False where it finds no room:
         it is left as it is. Waits for the device."""
         pools = _pools_of(cache)
-        pages = sum(int(own_pages(pool.store, pool._rows).sum()) for pool in pools)
+        pages = sum(int(own_pages(pool.store, pool._rows, self.every).sum()) for pool in pools)
         each = pools[0].store.page_nbytes() if pools else 0
         named = sum(pool.pages_in_use() for pool in pools)
         nbytes = cache.nbytes() - (named - pages) * each
         if self.used + nbytes > self.most:
             return False
-        out = [swap_out(pool.store, pool._rows) for pool in pools]
+        out = [swap_out(pool.store, pool._rows, self.every) for pool in pools]
         self._kept[request] = _Kept(cache, cache.seen_lengths()[0], shared, out, nbytes)
         self.used, self.count = self.used + nbytes, self.count + 1
         self.peak = max(self.peak, self.used)

@@ -25,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )  # fmt: skip
+from vllm import SamplingParams
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.llama import LlamaForCausalLM as TheirLlama
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -79,6 +80,34 @@ def test_a_wrong_guess_ends_in_preemption_and_no_token_is_lost(
         assert served.engine.requests.swap.count == (served.engine.preempted if swap else 0)
     assert found == alone(example(cache), cache, short, new)
     assert served.engine.requests.pages_in_use() == 0
+
+
+@pytest.mark.parametrize(("cache", "blocks"), [("dense", 18), (PRUNED, 8)])
+def test_what_waits_in_swap_is_read_again_after_a_reset_and_goes_with_its_request(
+    serve, folders, prompts, cache, blocks
+):
+    served = serve(folders["plain"], cache, blocks=blocks, swap="1GiB")
+    served.engine.requests.coming_pages = lambda prompts: 0  # as if there were room
+    engine, swap, short, found = served.llm.llm_engine, served.engine.requests.swap, [x[:80] for x in prompts], {}
+    for i, prompt in enumerate(short):
+        params = SamplingParams(temperature=0, max_tokens=70, detokenize=False, ignore_eos=True)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    events = ["reset", "abort"]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+        if not events or not (names := [name for name in served.scheduler.requests if name in swap]):
+            continue
+        if events.pop(0) == "reset":
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+            assert swap.used == 0
+        else:
+            engine.abort_request([names[0]], internal=True)
+            assert names[0] not in swap
+    assert not events and swap.used == 0 and served.engine.requests.pages_in_use() == 0
+    assert len(found) == len(short) - 1
+    assert list(found.values()) == alone(example(cache), cache, [short[i] for i in found], 70)
 
 
 @pytest.mark.parametrize(("cache", "ratio"), [("dense", None), ("dmc", 2), (PRUNED, None)])

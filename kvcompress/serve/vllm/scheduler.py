@@ -75,12 +75,14 @@ def register_spec() -> None:
 
 class Again(Request):
     """A request that gave its pages up, of a cache that reads prompts whole: what it has written follows its prompt
-    token by token, as it did before."""
+    token by token, as it did before. least: tokens up to the one with which it goes on."""
+
+    least = 0
 
     @property
     def num_tokens(self) -> int:
         every = len(self._all_token_ids)
-        return min(every, max(self.num_prompt_tokens, self.num_computed_tokens + 1))
+        return min(every, max(self.num_prompt_tokens, self.num_computed_tokens + 1, self.least))
 
     @property
     def num_tokens_with_spec(self) -> int:
@@ -151,6 +153,10 @@ class CompressedScheduler(Scheduler):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
         self.engine.requests.drop_prefixes()
+        if reset_running_requests:
+            self.engine.requests.swap.clear()
+            for request in self.waiting:
+                self._read_again(request)
         return done
 
     def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
@@ -199,8 +205,15 @@ class CompressedScheduler(Scheduler):
             return
         self.engine.preempted += 1
         self.engine.settle()
-        if self.engine.whole and request.num_output_tokens and request.request_id not in self.engine.requests.swap:
-            request.__class__ = Again
+        if request.request_id not in self.engine.requests.swap:
+            self._read_again(request)
+        elif isinstance(request, Again):
+            request.least = self.engine.requests.swap.seen(request.request_id) + 1
+
+    def _read_again(self, request: Any) -> None:
+        """From its first token on."""
+        if self.engine.whole and request.num_output_tokens:
+            request.__class__, request.least = Again, 0
 
     def _too_few(self, request: Any) -> str:
         tokens = len(request._all_token_ids)

@@ -25,7 +25,7 @@ class Swapped(NamedTuple):
 
 
 def own_pages(store: PageStore, rows: Rows, every: bool = False) -> Tensor:
-    """bool [R, blocks]: entries of a table behind the pages that rows begin with and others hold too. every: those, too."""
+    """bool [R, blocks]: entries of a table behind the pages that rows begin with and others hold, too; every: all."""
     named = store.named(rows)
     if every:
         return named

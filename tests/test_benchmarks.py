@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("speed", "quality", "serving")
 PROGRAMS = sorted(x.relative_to(ROOT).as_posix() for name in FOLDERS for x in ROOT.glob(f"benchmarks/{name}/*.py"))
-for needs_vllm in ("serving_vllm", "workloads"):  # make test-vllm runs them
+for needs_vllm in ("serving_vllm", "workloads", "hostile"):  # make test-vllm runs them
     PROGRAMS.remove(f"benchmarks/serving/{needs_vllm}.py")
 POSITIVE = ("ours", "peer", "ratio", "seconds", "nbytes", "nbytes_share")
 

@@ -262,10 +262,10 @@ class NormedTables(RotaryTables):
 
     def __init__(self, tables: RotaryTables, norm: nn.Module) -> None:
         self.__dict__.update(vars(tables))
-        self._norm = norm
+        self.norm: Any = norm
 
     def _weights(self, like: Tensor) -> Tensor:
-        return self._norm(torch.ones(like.shape[-1], dtype=torch.float32, device=like.device))
+        return self.norm(torch.ones(like.shape[-1], dtype=torch.float32, device=like.device))
 
     def check_axes(self, axes: int) -> None:
         raise ValueError(

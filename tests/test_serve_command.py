@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import deciding_model, tiny_model
 from published_gates import hidden_gates_folder
-from transformers import GPT2Config
+from transformers import Lfm2Config
 from typer.testing import CliRunner
 
 from kvcompress.cli import app
@@ -221,8 +221,8 @@ def test_what_the_plugin_would_refuse_is_refused_before_vllm_starts(with_vllm, f
 
 
 def test_models_that_cannot_be_are_named(with_vllm, tmp_path):
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    assert "--model: model must be one of LlamaForCausalLM" in run("--model", str(tmp_path))
+    Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path)
+    assert "--model: model must have no recurrent layers under vLLM" in run("--model", str(tmp_path))
     assert "--model: model must be a folder or a name on the Hub, got ./no/where" in run("--model", "./no/where")
     assert not with_vllm
 

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import deciding_model, tiny_model
+from helpers import KINDS, deciding_model, kind_model, tiny_model
+from transformers import LlamaConfig, MixtralConfig
 
 import kvcompress
 from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.hollow import facts_from
 from kvcompress.serve.vllm.engine import Engine, Row
-from kvcompress.serve.vllm.facts import facts_from
 from kvcompress.serve.vllm.settings import Settings
 from kvcompress.softmax import Softmax
 
@@ -61,22 +62,28 @@ def test_settings_are_what_is_asked_or_the_converted_models_own():
             Settings.asked({"kvcompress": given}, plain)
 
 
-def test_facts_by_a_config_are_those_that_attach_learns():
-    model = tiny_model()
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_by_a_config_are_those_that_attach_learns(kind):
+    model, x, at = kind_model(kind), None, torch.arange(5, dtype=torch.int32)[None]
+    made, softmax = facts_from(model.config)
     with kvcompress.attach(model):
-        learned, made = facts_of(base_model(model)), facts_from(model.config)
-        assert list(learned) == list(made)
-        x, at = torch.randn(1, 2, 5, 16), torch.arange(5, dtype=torch.int32)[None]
-        for index, found in learned.items():
-            mine = made[index]
-            for name in ("query_heads", "kv_heads", "head_dim", "value_dim", "window"):
-                assert getattr(found, name) == getattr(mine, name), name
-            x = torch.randn(1, found.kv_heads, 5, found.size)
-            rotated = [y.key_rotary.rotate(x, at, 5, [5]) for y in (found, mine)]
-            assert torch.equal(*rotated)
-    model.config.llama_4_scaling = {"beta": 1}
-    with pytest.raises(ValueError, match="llama_4_scaling must be unset"):
-        facts_from(model.config)
+        learned = facts_of(base_model(model))
+    assert list(learned) == list(made) == list(softmax)
+    assert {name: value for name, value in vars(learned).items()} == vars(made)
+    for index, found in learned.items():
+        mine = made[index]
+        for name in ("query_heads", "kv_heads", "head_dim", "value_dim", "window", "chunk", "reads", "readers"):
+            assert getattr(found, name) == getattr(mine, name), name
+        assert (found.order is None and mine.order is None) or torch.equal(found.order, mine.order)
+        x = torch.randn(1, found.kv_heads, 5, found.size)
+        assert torch.equal(*[y.key_rotary.rotate(x, at, 5, [5]) for y in (found, mine)])
+
+
+def test_a_large_model_is_known_without_its_weights():
+    """70B parameters, and experts."""
+    for config in (LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=4), MixtralConfig()):
+        facts, softmax = facts_from(config)
+        assert len(facts) == config.num_hidden_layers and softmax[0].scale == facts[0].head_dim ** -0.5
 
 
 def test_rows_of_any_order_are_one_pass_and_blocks_follow_the_pages():

@@ -116,7 +116,7 @@ def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
     seam.hooks.append(decoder.register_forward_hook(_decoder_after, with_kwargs=True, always_call=True))
     for name, module in decoder.named_modules():
-        if _is_rotary(module):
+        if is_rotary(module):
             seam.attributes[name] = set(vars(module))
             seam.hooks.append(module.register_forward_pre_hook(_rotary_before, with_kwargs=True))
             seam.hooks.append(module.register_forward_hook(_rotary_after, with_kwargs=True))
@@ -148,7 +148,7 @@ def close_seam(decoder: Any) -> None:
 def evaluating(decoder: nn.Module) -> Iterator[None]:
     """All modules in evaluation mode, and afterwards as they were, frequencies that depend on length included."""
     modes = [(module, module.training) for module in decoder.modules()]
-    rotary = [module for module in decoder.modules() if _is_rotary(module)]
+    rotary = [module for module in decoder.modules() if is_rotary(module)]
     buffers = [{name: (x, x.clone()) for name, x in module.named_buffers(recurse=False)} for module in rotary]
     others = [{name: x for name, x in vars(module).items() if not name.startswith("_")} for module in rotary]
     decoder.eval()
@@ -165,7 +165,7 @@ def evaluating(decoder: nn.Module) -> Iterator[None]:
                     setattr(module, name, value)
 
 
-def _is_rotary(module: nn.Module) -> bool:
+def is_rotary(module: nn.Module) -> bool:
     return any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
 
 

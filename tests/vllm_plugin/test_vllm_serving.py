@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,16 @@ from transformers import (
 )  # fmt: skip
 from vllm import SamplingParams
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.llama import LlamaForCausalLM as TheirLlama
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from benchmarks.quality.parts.families_models import BASE
 from kvcompress.models import EXAMPLE
 from kvcompress.serve.served_pass import ServedPass
 from kvcompress.serve.vllm.scheduler import _bytes_of
@@ -42,6 +47,7 @@ PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
 WHOLE = "pruned,pruner=observedattention,keep=64"
 STREAMING = "streaming,window_size=60"
 CODED = ["quantized,dtype=int8", "quantized,dtype=k8v4", PRUNED + ",dtype=int8,every=8", STREAMING + ",dtype=k8v4"]
+PROMPTS = [[(7 * i * i + 3 * i * n) % 128 for i in range(1, n)] for n in (90, 33, 150)]
 CACHES = ["dense", "dmc", PRUNED, STREAMING, *CODED]
 
 
@@ -258,9 +264,82 @@ def test_families_give_the_tokens_of_transformers(serve, tmp_path, name):
     for parameter in model.parameters():  # tokens far from a tie
         parameter.data *= 3 if parameter.ndim > 1 else 1
     model.save_pretrained(tmp_path)
-    prompts = [[(7 * i * i + 3 * i * n) % 128 for i in range(1, n)] for n in (90, 33, 150)]
     served = serve(tmp_path, PRUNED)
-    assert served.generate(prompts, 12)[0] == alone(model, PRUNED, prompts, 12)
+    assert served.generate(PROMPTS, 12)[0] == alone(model, PRUNED, PROMPTS, 12)
+
+
+DENSE_CACHE, SHORT = "dense", "streaming,window_size=40,num_sink_tokens=4"
+# what a layer may be: 3 seconds each, most of them vLLM's, which makes an engine
+KINDS = {
+    "gemma3_text/sliding": SHORT,  # two rotations, windows
+    "gemma4_text/shared": PRUNED,  # layers that read others' keys, heads of two sizes
+    "gpt_oss/sliding": PRUNED,  # sinks
+    "cohere2/sliding": SHORT,  # neighbours rotate, some layers not at all
+    "llama4_text/chunked": PRUNED,  # chunks, neighbours in transformers and halves in vLLM
+    "phi3/quarter": SHORT,  # a part of a head rotates
+    "opt": PRUNED,  # learned positions
+    "bloom": SHORT,  # ALiBi
+    "glm": PRUNED,  # transformers' own code in vLLM, as the next ones
+    "hunyuan_v1_dense": DENSE_CACHE,  # norms behind the rotation
+    "smollm3/no_rope": SHORT,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_layers_give_the_tokens_of_transformers(serve, tmp_path, monkeypatch, name):
+    for field, value in {"hidden_size": 128, "head_dim": 32}.items():  # that vLLM has attention for
+        monkeypatch.setitem(BASE, field, value)
+    more = {"num_experts": None} if name.startswith("gemma4") else {"num_experts_per_tok": 1}
+    more |= {"floor_scale": 10**6}  # vLLM tunes no temperature where max_model_len is at most 32,768
+    configuration = CONFIGURATIONS[name]
+    model = replace(configuration, settings=configuration.settings | more).model(seed=1)
+    model.save_pretrained(tmp_path)
+    wanted = alone(model, KINDS[name], PROMPTS, 12)  # first: vLLM changes classes of transformers that it runs itself
+    served = serve(tmp_path, KINDS[name])
+    assert served.generate(PROMPTS, 12)[0] == wanted
+    assert served.engine.requests.pages_in_use() == 0
+
+
+def test_softcaps_are_vllms(serve, tmp_path, monkeypatch):
+    """The tokens of vLLM's own attention: with transformers before 5.23 attach refuses the model."""
+    monkeypatch.setitem(BASE, "head_dim", 32)
+    CONFIGURATIONS["gemma2/softcap"].model(seed=1).save_pretrained(tmp_path)
+    wanted = serve(tmp_path, None).generate(PROMPTS, 12)[0]
+    assert serve(tmp_path, DENSE_CACHE).generate(PROMPTS, 12)[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lfm2", "model must have no recurrent layers under vLLM"),
+        ("deepseek_v3", r"DeepseekV3ForCausalLM must attend by .* in layers \[0, 1\], got \[\]"),
+        ("ministral3/yarn", "llama_4_scaling_beta must be unset in the model's config"),
+        ("doge", "its layers use the mask of their attention themselves"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused_before_the_server_starts(serve, tmp_path, name, message):
+    CONFIGURATIONS[name].model().save_pretrained(tmp_path)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        serve(tmp_path, DENSE_CACHE)
+
+
+@pytest.mark.parametrize("what", ["scale", "window", "frequencies"])
+def test_layers_that_are_others_in_vllm_than_in_transformers_are_refused(serve, folders, monkeypatch, what):
+    made = Attention.__init__
+
+    def other(self, *args, **given):
+        made(self, *args, **given)
+        self.impl.scale *= 2 if what == "scale" else 1
+        self.sliding_window = 7 if what == "window" else self.sliding_window
+
+    monkeypatch.setattr(Attention, "__init__", other)
+    if what == "frequencies":
+        monkeypatch.setattr(RotaryEmbeddingBase, "_compute_inv_freq", lambda self, _: torch.ones(self.rotary_dim // 2))
+        _ROPE_DICT.clear()
+    message = {"scale": "has scale", "window": "has window 7", "frequencies": "rotates otherwise"}[what]
+    with pytest.raises(ValueError, match=f"layer 0 {message} .*in vLLM"):
+        serve(folders["plain"], DENSE_CACHE)
+    _ROPE_DICT.clear()
 
 
 def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):

@@ -58,23 +58,29 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Impl(AttentionImpl):
-    """Takes queries and keys before rotation."""
+    """Takes queries and keys before rotation; of a layer that reads another's keys none."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kwargs: Any
     ) -> None:
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
-        self.softmax = Softmax(float(scale))
+        self.like: Any = None  # what vLLM has made of this layer
         self.index = -1  # of the layer
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        self, layer: Any, query: Tensor, key: Tensor | None, value: Tensor | None, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         if attn_metadata is not None and attn_metadata.engine is not None:
-            out = output.view(query.shape)
-            attn_metadata.engine.attend(self.index, query, key, value, self.softmax, out)
+            attn_metadata.engine.attend(self.index, query, key, value, softmax_of(self.like), output)
         return output
+
+
+def softmax_of(impl: Any) -> Softmax:
+    """That of a layer as vLLM has made it; its sink logits have values once weights are loaded."""
+    sinks = getattr(impl, "sinks", None)
+    cap = getattr(impl, "logits_soft_cap", None) or None  # 0: none
+    return Softmax(float(impl.scale), cap, None if sinks is None else sinks.float())
 
 
 class Backend(AttentionBackend):
@@ -102,8 +108,9 @@ class CompressedAttention(Attention):
             like.num_heads, like.head_size, like.impl.scale, num_kv_heads=like.num_kv_heads,
             cache_config=vllm_config.cache_config, quant_config=like.quant_config,
             per_layer_sliding_window=like.sliding_window, prefix=like.layer_name, attn_backend=Backend,
+            kv_sharing_target_layer_name=like.kv_sharing_target_layer_name, head_size_v=like.head_size_v,
         )  # fmt: skip
-        self.impl.index = index
+        self.impl.like, self.impl.index = like.impl, index
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompressedSpec:
         block_size, engine = vllm_config.cache_config.block_size, vllm_config.instance_id

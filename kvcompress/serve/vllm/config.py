@@ -10,9 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-from ..bounds import is_read_whole, last_part
-from ..served import cache_maker
-from .facts import FAMILIES
+from .engine import Engine
 from .settings import BLOCK_SIZE, KEY, Settings
 
 logger = init_logger("vllm.kvcompress")  # of vLLM's, which show no others
@@ -26,8 +24,8 @@ _ONE = (
 
 
 def register_families() -> None:
-    """Makes vLLM ask us for the configuration of these families. May be called again."""
-    for name in FAMILIES:
+    """Makes vLLM ask us for the configuration of every model. May be called again."""
+    for name in [name for name in ModelRegistry.get_supported_archs() if not name.startswith(PREFIX)]:
         before = MODELS_CONFIG_MAP.get(name)
         if getattr(before, "of_kvcompress", False):
             continue
@@ -69,16 +67,18 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     _must_be("cudagraph_mode", compilation.cudagraph_mode, (None, CUDAGraphMode.NONE))
     if vllm_config.use_v2_model_runner:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
+    if model.multimodal_config is not None:
+        raise ValueError(f"model must be one of text alone with a compressed cache, got {model.architecture}")
     if not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
-    empty = cache_maker(settings.spec, model.hf_config, cache.block_size)()
-    if last_part(empty) is None:
+    engine = Engine(settings, model.hf_config, model.dtype, cache.block_size)
+    if engine.one_pass:
         reason = f"{settings.cache!r} reads prompts whole, in one step"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (False,), reason)
-    elif settings.prefixes and not is_read_whole(empty):
+    elif settings.prefixes and not engine.whole:
         reason = f"prefixes = {settings.prefixes}, which are read up to their borders first"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (True,), reason)
-    in_parts = scheduler.enable_chunked_prefill or is_read_whole(empty)
+    in_parts = scheduler.enable_chunked_prefill or engine.whole
     if settings.prefixes is None and not (cache.enable_prefix_caching and in_parts):
         settings = replace(settings, prefixes=0)
     given = vllm_config.additional_config or {}
@@ -88,7 +88,7 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     scheduler.async_scheduling = False  # pages are counted after each step
     scheduler.scheduler_cls = "kvcompress.serve.vllm.scheduler.CompressedScheduler"
     compilation.cudagraph_mode = CUDAGraphMode.NONE
-    names = [PREFIX + model.architecture]
+    names, model.model_impl = [PREFIX + model.architecture], "auto"
     model.hf_config.architectures = model.model_arch_config.architectures = names
     logger.info("Compressed KV cache: %s", settings.cache)
 

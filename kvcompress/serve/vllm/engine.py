@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...caches.formats import Format, keys_and_values, slot_nbytes
 from ...caches.pruned import PrunedCache
 from ...caches.streaming import StreamingCache
+from ...hf.config import cache_layers, decoder_config, recurs
+from ...hf.hollow import facts_from
 from ...hf.method import restored_method
 from ...softmax import Softmax
 from ..admission import Answer
@@ -21,7 +23,6 @@ from ..prefixes import check_prefixes
 from ..requests import Requests
 from ..served import cache_maker, check_served
 from ..served_pass import Part, ServedPass
-from .facts import Decoder, facts_from
 from .settings import Settings
 
 ENGINES: dict[str, Engine] = {}  # of this process, by vLLM's instance_id
@@ -36,6 +37,18 @@ class Row(NamedTuple):
     tokens: int
 
 
+class Decoder(nn.Module):
+    """In the place of a transformers decoder, for caches: its config and dtype."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(1, 1, dtype=dtype)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+
 class Engine:
     """settings: what was asked. config: of the model. block_size: slots of a page. A block of vLLM is a page for each
     KV head of each layer; requests hold as many as their pages make, and pages are what is counted.
@@ -47,7 +60,13 @@ class Engine:
 
     def __init__(self, settings: Settings, config: Any, dtype: torch.dtype, block_size: int) -> None:
         self.settings, self.dtype, self.block_size = settings, dtype, block_size
-        self.facts, self.decoder = facts_from(config), Decoder(config, dtype)
+        text = decoder_config(config)
+        if recurs(cache_layers(text)):
+            raise ValueError("model must have no recurrent layers under vLLM, whose cache holds their states otherwise")
+        (self.facts, self.softmax), self.decoder = facts_from(config), Decoder(config, dtype)
+        if "llama_4_scaling_beta" in (getattr(text, "rope_parameters", None) or {}):
+            raise ValueError("llama_4_scaling_beta must be unset in the model's config: vLLM scales no queries by it")
+        self.facts.takes_positions, self.facts.asks_length = True, False  # vLLM tells its own models positions
         self.method = restored_method(self.decoder)
         if self.method is not None:
             self.method.check_facts(self.decoder, self.facts)
@@ -68,7 +87,8 @@ class Engine:
         check_prefixes(settings.prefixes, self.one_pass)
         paged = paged_layers(empty)
         form = Format.of(stored_dtype(empty), dtype)
-        self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
+        size = max(self.facts[layer.index].size for layer in paged or empty.own)
+        self.page_nbytes = block_size * slot_nbytes(keys_and_values(size, dtype, form))
         heads = [self.facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
         if self.bounds.learned:
@@ -304,11 +324,23 @@ class Engine:
         self._pass = served.begin(parts, waiting=self.waiting, at=at, starts=starts)
         return True
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor) -> None:
-        """One layer of the step. queries: [T, Hq, D], keys, values: [T, Hkv, D], before rotation. out: [T, Hq, D]."""
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor | None, values: Tensor | None, softmax: Softmax, out: Tensor
+    ) -> None:
+        """One layer of the step. queries: [T, Hq, head dim], keys: [T, Hkv, head dim], before rotation, values: [T,
+        Hkv, value dim], as the family has them; None of a layer that reads another's. out: [T, Hq, value dim]."""
         assert self._pass is not None
+        facts = self.facts[layer]
+        if keys is None or values is None:  # nobody looks at them
+            keys = values = queries[:, : facts.kv_heads]
         q, k, v, attended = (x.transpose(0, 1)[None] for x in (queries, keys, values, out))
-        self._pass.attend_to(layer, q, k, v, softmax, attended)
+        q, k, v = facts.framed(q), facts.framed(k, keys=True), facts.padded(v)
+        if facts.size == facts.value_dim:
+            self._pass.attend_to(layer, q, k, v, softmax, attended)
+        else:
+            wide = torch.zeros_like(q)
+            self._pass.attend_to(layer, q, k, v, softmax, wide)
+            attended.copy_(wide[..., : facts.value_dim])
         if layer == max(self.facts):
             with torch.inference_mode(False), torch.no_grad():
                 self.failed |= self._pass.failed

@@ -23,7 +23,6 @@ from ...support.names import check_name
 from ..memory import free_nbytes, free_node_nbytes, memory_nbytes
 from .capacity import Capacity
 from .engine import Engine
-from .facts import FAMILIES
 from .passed import Passed
 from .settings import BLOCK_SIZE, KEY, Settings
 
@@ -150,9 +149,6 @@ def _config(model: str, revision: str | None) -> tuple[str, Any]:
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
-    found = list(config.architectures or [type(config).__name__])
-    if found[0] not in FAMILIES:
-        raise ValueError(f"model must be one of {', '.join(FAMILIES)} for vLLM's plugin, got {found[0]}")
     return located, config
 
 

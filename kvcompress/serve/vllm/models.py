@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.mixtral import MixtralForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
-from .attention import CompressedAttention
+from ...hf.facts import LayerFacts
+from ...hf.probe import like
+from ...hf.seam import is_rotary
+from ...positions import NormedTables, parts
+from ...softmax import Softmax
+from .attention import CompressedAttention, softmax_of
+from .config import PREFIX
 from .engine import ENGINES, Engine
 from .scheduler import register_spec
 from .settings import Settings
+
+_ROTARY = "vllm.model_executor.layers.rotary_embedding."
+
+
+def __getattr__(name: str) -> Any:
+    """The class of a model of vLLM's over compressed caches, by that one's name behind PREFIX."""
+    theirs = ModelRegistry.models.get(name.removeprefix(PREFIX))
+    if not name.startswith(PREFIX) or theirs is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = type(name, (Compressed, theirs.load_model_cls()), {"__module__": __name__})
+    return globals()[name]
 
 
 class Unrotated(nn.Module):
     """In the place of a rotary embedding."""
 
-    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         return query, key
 
 
@@ -33,59 +49,102 @@ class Compressed:
     """Of a model class of vLLM's: makes its engine, and its attention layers that engine's."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         register_spec()
         model, cache = vllm_config.model_config, vllm_config.cache_config
         settings = Settings.asked(vllm_config.additional_config, model.hf_config)
         assert settings is not None
+        # first: vLLM changes those of transformers' classes that it runs itself
         engine = Engine(settings, model.hf_config, model.dtype, cache.block_size)
-        found = {}
-        for module in self.modules():  # type: ignore[attr-defined]
-            attention = getattr(module, "attn", None)
-            if isinstance(attention, Attention):
-                index = extract_layer_index(attention.layer_name)
-                self._check(attention, index, engine)
-                if not getattr(module.rotary_emb, "is_neox_style", True):
-                    raise ValueError(
-                        f"layer {index} rotates neighbouring dimensions, as vLLM's GGUF models do; take the model's "
-                        "weights in transformers' form"
-                    )
-                found[index] = module
+        names = model.hf_config.architectures
+        model.hf_config.architectures = [name.removeprefix(PREFIX) for name in names]  # by which it knows its weights
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        model.hf_config.architectures = names
+        modules: list[Any] = list(self.modules())  # type: ignore[attr-defined]
+        found = {
+            extract_layer_index(child.layer_name): (module, name, child)
+            for module in modules for name, child in module.named_children() if isinstance(child, Attention)
+        }  # fmt: skip
         if sorted(found) != sorted(engine.facts):
-            raise ValueError(f"{type(self).__name__} must attend in layers {sorted(engine.facts)}, got {sorted(found)}")
-        for index, module in found.items():
-            module.rotary_emb = Unrotated()
-            module.attn = CompressedAttention(module.attn, index, vllm_config)
+            raise ValueError(
+                f"{type(self).__name__} must attend by vLLM's Attention in layers {sorted(engine.facts)}, got "
+                f"{sorted(found)}"
+            )
+        turning = _stilled(getattr(self, "model", None))
+        for index, (module, name, attention) in sorted(found.items()):
+            facts = engine.facts[index]
+            _check(attention, facts, engine.softmax[index])
+            rotary = {key: child for key, child in module.named_children() if _is_rotary(child)}
+            if facts.rotates and not (facts.beside or rotary or turning):
+                raise ValueError(f"layer {index} must rotate by a module beside its attention in vLLM, got none")
+            for key, child in rotary.items():
+                engine.facts[index] = _as_rotated(facts, child) if facts.rotates else facts
+                setattr(module, key, Unrotated())
+            for tables in (facts.query_rotary, facts.key_rotary):
+                if isinstance(tables, NormedTables):  # a norm follows the rotation, by vLLM's weights
+                    tables.norm.weight = getattr(module, tables.norm.place).weight
+            setattr(module, name, CompressedAttention(attention, index, vllm_config))
+        odd = [x for x in self.modules() if _is_rotary(x)]  # type: ignore[attr-defined]
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        odd += [x for x in layers if isinstance(x, AttentionLayerBase) and not isinstance(x, CompressedAttention)]
+        if odd:
+            raise ValueError(
+                f"layers must attend by vLLM's Attention and rotate beside it, got {type(odd[0]).__name__}"
+            )
         ENGINES[vllm_config.instance_id] = engine
 
-    @staticmethod
-    def _check(attention: Any, index: int, engine: Engine) -> None:
-        facts = engine.facts[index]
-        here = (attention.num_heads, attention.num_kv_heads, attention.head_size, attention.sliding_window)
-        there = (facts.query_heads, facts.kv_heads, facts.head_dim, facts.window)
+
+def _stilled(model: Any) -> bool:
+    """The rotary embeddings of a model whose code is transformers' own rotate by nothing. Whether there is one."""
+    rotary = [x for x in model.modules() if is_rotary(x)] if isinstance(model, PreTrainedModel) else []
+    for module in rotary:
+        module.register_forward_hook(_still)
+    return bool(rotary)
+
+
+def _still(module: nn.Module, args: Any, out: Any) -> Any:
+    cos, sin = parts(out)
+    return like(out, torch.ones_like(cos), torch.zeros_like(sin))
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_ROTARY) and hasattr(module, "rotary_dim")
+
+
+def _check(attention: Any, facts: LayerFacts, softmax: Softmax) -> None:
+    """Raises ValueError where vLLM's layer is not what transformers' is."""
+    target, window, own = attention.kv_sharing_target_layer_name, attention.sliding_window, softmax_of(attention.impl)
+    if facts.window is not None and window == facts.window + 1:  # so vLLM reads Cohere's config
+        window = facts.window
+    near = softmax.scale == 1 or math.isclose(own.scale, softmax.scale, rel_tol=1e-4)  # 1: queries are scaled (OPT)
+    for name, here, there in (
+        ("query heads", attention.num_heads, facts.query_heads), ("KV heads", attention.num_kv_heads, facts.kv_heads),
+        ("head dim", attention.head_size, facts.head_dim), ("value dim", attention.head_size_v, facts.value_dim),
+        ("window", window, facts.window), ("chunk", getattr(attention, "attention_chunk_size", None), facts.chunk),
+        ("layer to read", None if target is None else extract_layer_index(target), facts.reads),
+        ("ALiBi", getattr(attention.impl, "alibi_slopes", None) is not None, facts.beside > 0),
+        ("scale", own.scale, own.scale if near else softmax.scale), ("softcap", own.softcap, softmax.softcap),
+        ("sinks", own.sink_logits is not None, softmax.sink_logits is not None),
+    ):  # fmt: skip
         if here != there:
-            raise ValueError(
-                f"layer {index} has {here} (query heads, KV heads, head dim, window) in vLLM, and {there} in "
-                "transformers"
-            )
+            raise ValueError(f"layer {facts.index} has {name} {here} in vLLM, and {there} in transformers")
 
 
-class CompressedLlamaForCausalLM(Compressed, LlamaForCausalLM): ...
-
-
-class CompressedMistralForCausalLM(Compressed, MistralForCausalLM): ...
-
-
-class CompressedMixtralForCausalLM(Compressed, MixtralForCausalLM): ...
-
-
-class CompressedQwen2ForCausalLM(Compressed, Qwen2ForCausalLM): ...
-
-
-class CompressedQwen2MoeForCausalLM(Compressed, Qwen2MoeForCausalLM): ...
-
-
-class CompressedQwen3ForCausalLM(Compressed, Qwen3ForCausalLM): ...
-
-
-class CompressedQwen3MoeForCausalLM(Compressed, Qwen3MoeForCausalLM): ...
+def _as_rotated(facts: LayerFacts, rotary: Any) -> LayerFacts:
+    """facts, in the order in which vLLM's rotary embedding pairs coordinates. Raises ValueError where it rotates
+    otherwise."""
+    if facts.query_rotary.asks_host and getattr(rotary, "is_neox_style", True) == (facts.order is None):
+        return facts  # whose frequencies follow the length, and in vLLM one length
+    dtype, device = torch.get_default_dtype(), next(rotary.buffers()).device
+    last = min(1000, getattr(rotary, "max_position_embeddings", 8) - 1)
+    at = torch.arange(8, dtype=torch.int32, device=device) * last // 7
+    x = torch.arange(8 * facts.head_dim, device=device).sin().to(dtype).view(1, 1, 8, -1)
+    own = rotary(at.long(), x[0, 0].clone(), x[0, 0].clone())[0]
+    for order in (facts.order, None):
+        ours = replace(facts, order=order)
+        wanted, got = (
+            ours.query_rotary.rotate(ours.framed(x), at[None], last + 1, [last + 1]),
+            ours.framed(own[None, None]),
+        )
+        if (wanted - got).norm() <= (1e-3 if dtype == torch.float32 else 5e-2) * got.norm():
+            return ours
+    raise ValueError(f"layer {facts.index} rotates otherwise in vLLM ({type(rotary).__name__}) than in transformers")

@@ -3,7 +3,7 @@
     .venv-vllm/bin/python benchmarks/serving/hostile.py [--minutes 60] [--cache CACHE] [--quick] [--json FILE]
 
 `kvcompress serve` of the shipped model, over memory for little more than one request of the longest length. Clients at
-once, each of which draws what it does: asks as one should (equal: share of answers that are the first one to the same prompt),
+once, each of which draws what it does: asks as one should (equal: share of answers that are the first to the prompt),
 leaves a stream after some pieces, reads one slowly, asks for many answers at once, posts what is no JSON, wrong types,
 lengths that are not allowed, and bodies of 200 MB. Then, with nobody else there, a prompt that needs nearly all pages
 must be answered. Rows: hostile/server (alive, status: of its end by SIGINT, usage: vLLM's share of blocks in use at the

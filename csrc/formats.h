@@ -8,26 +8,9 @@ static inline int format_known(kvc_format format) {
     return kvc_key_bytes(format, 1) != 0;
 }
 
-/* Whether it stores codes. */
-static inline int format_of_codes(kvc_format format) {
-    return format == KVC_FORMAT_INT8 || format == KVC_FORMAT_K8V4;
-}
-
 /* Codes of the values of a format that has codes; its keys are KVC_INT8. */
 static inline kvc_codes value_codes(kvc_format format) {
     return format == KVC_FORMAT_K8V4 ? KVC_INT4 : KVC_INT8;
-}
-
-/* Whether rows have the arrays of their format. */
-static inline int rows_are_there(const kvc_rows *rows) {
-    if (!rows->keys || !rows->values) return 0;
-    return !format_of_codes(rows->format) || (rows->key_scales && rows->value_scales);
-}
-
-/* Whether rows of a format take new tokens of D elements of a dtype; those of codes take any. */
-static inline kvc_status format_takes(kvc_format format, kvc_dtype dtype, int64_t D) {
-    if (!format_of_codes(format)) return format == (kvc_format)dtype ? KVC_OK : KVC_BAD_FORMAT;
-    return format == KVC_FORMAT_K8V4 && D % 2 ? KVC_BAD_SIZE : KVC_OK;
 }
 
 /* Bytes of the codes of a vector. */

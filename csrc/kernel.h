@@ -1,6 +1,7 @@
 /* What the kernels share: running ranges, addressing views, and packing queries and keys for simd.h's logits. */
 #ifndef KVC_KERNEL_H
 #define KVC_KERNEL_H
+#include "checks.h"
 #include "simd.h"
 
 #include <math.h>
@@ -50,11 +51,6 @@ static inline char *view_at(const kvc_view *view, int64_t b, int64_t h, int64_t 
     return (char *)view->data + element * kvc_dtype_bytes(view->dtype);
 }
 
-/* Whether logits of this scale and softcap (0: none) are defined. */
-static inline int scale_is_good(float scale, float softcap) {
-    return isfinite(scale) && isfinite(softcap) && softcap >= 0.0f;
-}
-
 /* The sink of query head h, -inf: none. */
 static inline float sink_of(const float *sink_logits, int64_t h) {
     return sink_logits ? sink_logits[h] : -INFINITY;
@@ -67,11 +63,6 @@ static inline float join_sink(float sink, float *max, float *norm) {
     *norm = *norm * keep + expf(sink - most);
     *max = most;
     return keep;
-}
-
-/* Whether a view's dtype is known. */
-static inline int dtype_known(kvc_dtype dtype) {
-    return kvc_dtype_bytes(dtype) != 0;
 }
 
 /* Queries first..first+rows of the flat list (h - head)*S + s as float32, in blocks of KVC_TILE_ROWS rows, each block

@@ -3,17 +3,10 @@
 #define KVC_PAGE_TABLE_H
 #include "kernel.h"
 
-/* Whether the table's own sizes are possible. */
-static inline int table_sizes_are_good(const kvc_page_table *table) {
-    if (table->R < 0 || table->blocks < 0 || table->P < 1 || table->pages < 0 || table->pages > INT32_MAX) return 0;
-    return table->blocks <= INT32_MAX / table->P;
-}
-
 static inline kvc_status check_table(const kvc_page_table *table) {
     if (!table_sizes_are_good(table)) return KVC_BAD_SIZE;
+    if (!table_is_there(table)) return KVC_NULL_POINTER;
     if (!table->R) return KVC_OK;
-    if (!table->lengths || !table->free_count || (table->blocks && !table->block_table)) return KVC_NULL_POINTER;
-    if (table->pages && (!table->page_refs || !table->free_pages)) return KVC_NULL_POINTER;
     if (table->free_count[0] < 0 || table->free_count[0] > table->pages) return KVC_BAD_INDEX;
     for (int64_t r = 0; r < table->R; r++) {
         if (table->lengths[r] < 0 || table->lengths[r] > table->blocks * table->P) return KVC_BAD_INDEX;

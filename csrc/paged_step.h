@@ -12,13 +12,10 @@ typedef struct {
     kvc_new_codes codes;         /* of the new tokens, [B, Hkv, S] */
 } kvc_placing;
 
-/* The first parts of args->scratch; *bytes: as kvc_part_of. */
-kvc_placing kvc_placing_of(const kvc_paged_step_args *args, int64_t *bytes);
+/* The first parts of the step's scratch; *bytes: as kvc_part_of. */
+kvc_placing kvc_placing_of(const kvc_step *step, int64_t *bytes);
 
-/* Sizes, dtypes and pointers; KVC_OK for empty work too. */
-kvc_status kvc_paged_step_check(const kvc_paged_step_args *args);
-
-/* Rotates and appends; *turned: the rotated queries. Work that is not empty. */
-kvc_status kvc_paged_step_place(const kvc_paged_step_args *args, const kvc_placing *placing, kvc_view *turned,
-                                kvc_parallel_for parallel_for);
+/* Rotates and appends; shift: of kvc_paged_step_args; *turned: the rotated queries. Work that is not empty. */
+kvc_status kvc_place_tokens(const kvc_step *step, const int32_t *shift, const kvc_placing *placing, kvc_view *turned,
+                            kvc_parallel_for parallel_for);
 #endif

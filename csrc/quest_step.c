@@ -4,6 +4,7 @@
  * are chosen. Pages are scored in stretches of AT_ONCE, one work item each, so that threads get equal shares of a long row.
  */
 #include "paged_step.h"
+#include "quest_step.h"
 #include "select.h"
 
 enum {
@@ -21,48 +22,21 @@ typedef struct {
     int64_t width, bytes;
 } quest_job;
 
-static int64_t width_of(const kvc_quest_step_args *args) {
-    return min_of(args->pages_read, args->step.table.blocks);
-}
-
-static kvc_decode_args decode_of(const quest_job *job) {
-    static const int32_t any; /* where scratch is only counted; without a table rows would be taken for contiguous ones */
-    const kvc_paged_step_args *step = &job->args->step;
-    const int32_t *table = job->table ? job->table : &any;
-    return (kvc_decode_args){
-        .out = step->out, .lse = step->lse, .q = job->q, .rows = step->rows,
-        .block_table = table, .end = job->end, .B = step->B, .Hq = step->Hq,
-        .Hkv = step->Hkv, .S = 1, .D = step->D, .P = step->table.P, .pages = step->table.pages, .blocks = job->width,
-        .scale = step->scale, .softcap = step->softcap, .sink_logits = step->sink_logits,
-    };
-}
-
 static quest_job job_of(const kvc_quest_step_args *args) {
-    const kvc_page_table *table = &args->step.table;
-    quest_job job = {.args = args, .simd = kvc_simd_table(), .q = args->step.q, .width = width_of(args)};
-    const int64_t four = (int64_t)sizeof(float);
-    job.placing = kvc_placing_of(&args->step, &job.bytes);
-    job.scores = kvc_part_of(args->step.scratch, &job.bytes, table->R * table->blocks * four);
-    job.table = kvc_part_of(args->step.scratch, &job.bytes, table->R * job.width * four);
-    job.end = kvc_part_of(args->step.scratch, &job.bytes, table->R * four);
+    const kvc_step *step = &args->step;
+    const int64_t R = step->table.R;
+    quest_job job = {.args = args, .simd = kvc_simd_table(), .q = step->q, .width = kvc_quest_width(args)};
+    job.placing = kvc_placing_of(step, &job.bytes);
+    job.scores = kvc_part_of(step->scratch, &job.bytes, R * step->table.blocks * (int64_t)sizeof(float));
+    job.table = kvc_ints_of(step->scratch, &job.bytes, R * job.width);
+    job.end = kvc_ints_of(step->scratch, &job.bytes, R);
     return job;
 }
 
-static kvc_status check(const kvc_quest_step_args *args) {
-    const kvc_paged_step_args *step = &args->step;
-    if (step->S != 1 || step->shift || step->begin || args->pages_read < 1) return KVC_BAD_SIZE;
-    if (args->range_pages < step->table.blocks || (args->held && step->rotary_dim)) return KVC_BAD_SIZE;
-    kvc_paged_step_args given = *step;
-    if (args->held) given.k.data = given.v.data = given.q.data; /* nobody looks there */
-    const kvc_status status = kvc_paged_step_check(&given);
-    if (status != KVC_OK || !step->table.R || !step->Hq) return status;
-    return step->table.blocks && (!args->ranges || !args->chosen) ? KVC_NULL_POINTER : KVC_OK;
-}
-
 int64_t kvc_quest_step_scratch_bytes(const kvc_quest_step_args *args) {
-    if (!args || check(args) == KVC_BAD_SIZE) return 0;
+    if (!args || !kvc_step_is_sized(&args->step, kvc_quest_check(args))) return 0;
     quest_job job = job_of(args);
-    const kvc_decode_args decode = decode_of(&job);
+    const kvc_decode_args decode = kvc_quest_decode(args, NULL, job.table, job.end);
     kvc_part_of(NULL, &job.bytes, kvc_decode_scratch_bytes(&decode));
     return job.bytes;
 }
@@ -77,7 +51,7 @@ static char *range_at(const kvc_quest_step_args *args, int64_t r, int64_t i) {
 
 /* max(q, 0) and max(-q, 0) of query heads [first, first + count) of a row; NaN stays. */
 static void split_queries(const quest_job *job, int64_t r, int64_t first, int64_t count, float *halves) {
-    const kvc_paged_step_args *step = &job->args->step;
+    const kvc_step *step = &job->args->step;
     const int64_t D = step->D, G = step->Hq / step->Hkv, h = r % step->Hkv * G + first;
     for (int64_t i = 0; i < count; i++, halves += 2 * D) {
         job->simd->load[job->q.dtype](halves, view_at(&job->q, r / step->Hkv, h + i, 0, 0), D);
@@ -92,7 +66,7 @@ static void split_queries(const quest_job *job, int64_t r, int64_t first, int64_
 /* Of the pages before the newest one, of rows that leave some out. */
 static void score_range(int64_t begin, int64_t end, void *context) {
     const quest_job *job = context;
-    const kvc_paged_step_args *step = &job->args->step;
+    const kvc_step *step = &job->args->step;
     const kvc_page_table *table = &step->table;
     const int64_t D = step->D, G = step->Hq / step->Hkv, stretches = ceil_div(table->blocks, AT_ONCE);
     for (int64_t item = begin; item < end; item++) {
@@ -122,7 +96,7 @@ static void score_range(int64_t begin, int64_t end, void *context) {
 
 /* Joins the range of a row's newest page with the new key. */
 static void note_key(const quest_job *job, int64_t r) {
-    const kvc_paged_step_args *step = &job->args->step;
+    const kvc_step *step = &job->args->step;
     const kvc_page_table *table = &step->table;
     const kvc_dtype dtype = step->k.dtype;
     const int64_t D = step->D, slot = table->lengths[r] - 1, page = slot / table->P;
@@ -157,12 +131,12 @@ static void rows_range(int64_t begin, int64_t end, void *context) {
 
 kvc_status kvc_quest_step(const kvc_quest_step_args *args, kvc_parallel_for parallel_for) {
     if (!args) return KVC_NULL_POINTER;
-    const kvc_paged_step_args *step = &args->step;
-    kvc_status status = check(args);
-    if (status != KVC_OK || !step->table.R || !step->Hq) return status;
+    const kvc_step *step = &args->step;
+    kvc_status status = kvc_quest_check(args);
+    if (status != KVC_OK || kvc_step_is_empty(step)) return status;
     quest_job job = job_of(args);
     status = check_pages(&step->table, NULL); /* any of them may be chosen once rows and ranges have changed */
-    if (status == KVC_OK && !args->held) status = kvc_paged_step_place(step, &job.placing, &job.q, parallel_for);
+    if (status == KVC_OK && !args->held) status = kvc_place_tokens(step, NULL, &job.placing, &job.q, parallel_for);
     if (status != KVC_OK) return status;
     const kvc_page_table *table = &step->table;
     int64_t longest = 0;
@@ -173,7 +147,8 @@ kvc_status kvc_quest_step(const kvc_quest_step_args *args, kvc_parallel_for para
         run_parallel(parallel_for, stretches, grain_of(stretches, work), score_range, &job);
     }
     run_parallel(parallel_for, table->R, grain_of(table->R, 32 * longest * table->R), rows_range, &job);
-    kvc_decode_args decode = decode_of(&job);
+    kvc_decode_args decode = kvc_quest_decode(args, NULL, job.table, job.end);
+    decode.q = job.q;
     decode.scratch = kvc_part_of(step->scratch, &job.bytes, kvc_decode_scratch_bytes(&decode));
     return kvc_decode(&decode, parallel_for);
 }

@@ -252,7 +252,7 @@ def unchanged(given, before) -> bool:
 REFUSED = [
     (paged, {"free": 1}, {}, "free"),
     (paged, {}, {"S": 7}, "block_table must have room for 13 slots in row 0"),
-    (paged, {}, {"cos": torch.ones(6, 1), "sin": torch.ones(6, 1)}, "positions .* between 0 and 5 .* got 6 to 6"),
+    (paged, {}, {"cos": torch.ones(6, 1), "sin": torch.ones(6, 1)}, "positions .* between 0 and 5 .* got 6 in"),
     (paged, {}, {"begin": torch.tensor([0, 7], dtype=torch.int32)}, "begin must be between 0 and 6 .* got 7 at 1"),
     (dmc, {"free": 1}, {"shift": 1e5}, "free"),
     (dmc, {}, {"cos": torch.ones(6, 1), "sin": torch.ones(6, 1)}, "positions .* between 0 and 5 .* got 6 in"),

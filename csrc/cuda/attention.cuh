@@ -218,7 +218,7 @@ inline bool valid_attention(const kvc_attention_args& a) {
                        a.T <= MAX_GRID_X / 2 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
                        (a.Hq == 0 || (a.Hkv > 0 && a.Hq % a.Hkv == 0));
     const bool mask = a.window >= 0 && a.sinks >= 0 && (a.causal || a.window == 0) && (a.window > 0 || !a.complement);
-    return sizes && mask && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) && a.k.dtype == a.q.dtype &&
+    return sizes && mask && scale_is_good(a.scale, a.softcap) && dtype_known(a.q.dtype) && a.k.dtype == a.q.dtype &&
            a.v.dtype == a.q.dtype && a.out.dtype == a.q.dtype;
 }
 

@@ -384,8 +384,8 @@ bool valid(const kvc_decode_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
            (!a.probabilities || (a.S == 1 && a.columns >= 0 && a.sinks == 0)) && a.sinks >= 0 &&
-           a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_scale(a.scale, a.softcap) &&
-           valid_dtype(a.q.dtype) && valid_format(a.rows, a.D);
+           a.D <= KVC_CUDA_MAX_HEAD_DIM && scale_is_good(a.scale, a.softcap) &&
+           dtype_known(a.q.dtype) && valid_format(a.rows, a.D);
 }
 
 bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0; }
@@ -428,7 +428,7 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
     if (empty(a)) return cudaSuccess;
     if (!fits(a)) return cudaErrorInvalidValue;
     if (!a.out || !a.lse || !a.q.data || !a.end || !a.scratch) return cudaErrorInvalidValue;
-    if (a.pages > 0 && a.P > 0 && !rows_there(a.rows)) return cudaErrorInvalidValue;
+    if (a.pages > 0 && a.P > 0 && !rows_are_there(&a.rows)) return cudaErrorInvalidValue;
     if (prefill_takes(a)) return decode_prefill(a, stream);
     const plan p = plan_of(a);
     if (!fits_grids(p)) return cudaErrorInvalidValue;

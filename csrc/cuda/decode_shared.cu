@@ -275,7 +275,7 @@ cudaError_t launch_mix(const kvc_decode_shared_args& a, const plan& p, cudaStrea
 bool valid(const kvc_decode_shared_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.P >= 1 && (a.P & (a.P - 1)) == 0 && a.pages >= 0 &&
-           a.blocks >= 0 && a.columns >= 0 && a.threshold == a.threshold && valid_dtype(a.dtype) &&
+           a.blocks >= 0 && a.columns >= 0 && a.threshold == a.threshold && dtype_known(a.dtype) &&
            valid_format(a.rows, a.D);
 }
 

@@ -140,7 +140,7 @@ bool valid_dmc_sizes(const kvc_dmc_accumulate_args& a) {
 }
 
 bool valid_dmc_inputs(const kvc_dmc_accumulate_args& a) {
-    if (!valid_dmc_sizes(a) || !valid_dtype(a.k.dtype) || a.v.dtype != a.k.dtype) return false;
+    if (!valid_dmc_sizes(a) || !dtype_known(a.k.dtype) || a.v.dtype != a.k.dtype) return false;
     if (dmc_nothing_to_do(a)) return true;
     if (!a.k.data || !a.v.data || !a.alpha || !a.omega || !a.z) return false;
     return dmc_windowed(a) || a.states;

@@ -56,11 +56,11 @@ bool valid(const kvc_dmc_append_args& a) {
     if (a.D < 1 || a.D > KVC_CUDA_MAX_HEAD_DIM || a.neuron < -1 || a.neuron >= a.D) return false;
     if (a.rotary_dim < 0 || a.rotary_dim > a.D || a.rotary_dim % 2 || a.table_rows < 0) return false;
     if (a.window < 0 || a.window > KVC_DMC_MAX_WINDOW || (a.rotary_dim && !a.positions && a.S > a.table_rows)) return false;
-    if (!valid_dtype(a.k.dtype) || a.v.dtype != a.k.dtype || !format_takes(a.rows, a.k.dtype, a.D)) return false;
+    if (!dtype_known(a.k.dtype) || a.v.dtype != a.k.dtype || format_takes(a.rows.format, a.k.dtype, a.D) != KVC_OK) return false;
     if (!valid_table(a.table)) return false;
     if (a.table.R == 0 || a.S == 0) return true;
     if (!a.k.data || !a.v.data || !a.alpha || !a.omega || !a.tail_k || !a.tail_v || !a.tail_w || !a.tail_counts ||
-        !a.scratch || (a.table.pages && !rows_there(a.rows)))
+        !a.scratch || (a.table.pages && !rows_are_there(&a.rows)))
         return false;
     return a.rotary_dim == 0 || a.table_rows == 0 || (a.cos && a.sin);
 }

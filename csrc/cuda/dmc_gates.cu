@@ -54,7 +54,7 @@ unsigned grid_for(int64_t items) {
 
 extern "C" cudaError_t kvc_cuda_dmc_decisions(const kvc_dmc_decisions_args* args, cudaStream_t stream) {
     const kvc_dmc_decisions_args& a = *args;
-    if (a.B < 0 || a.H < 0 || a.T < 0 || (a.drawn && a.noise) || !valid_dtype(a.x.dtype)) return cudaErrorInvalidValue;
+    if (a.B < 0 || a.H < 0 || a.T < 0 || (a.drawn && a.noise) || !dtype_known(a.x.dtype)) return cudaErrorInvalidValue;
     if (a.B == 0 || a.H == 0 || a.T == 0) return cudaSuccess;
     if (!a.x.data || !a.alpha || !a.hard || !a.tempered) return cudaErrorInvalidValue;
     KVC_LAUNCH(decisions_kernel, grid_for(a.B * a.H * a.T), THREADS, 0, stream, a);
@@ -63,7 +63,7 @@ extern "C" cudaError_t kvc_cuda_dmc_decisions(const kvc_dmc_decisions_args* args
 
 extern "C" cudaError_t kvc_cuda_dmc_importance(const kvc_dmc_importance_args* args, cudaStream_t stream) {
     const kvc_dmc_importance_args& a = *args;
-    if (a.B < 0 || a.Hq < 0 || a.Hkv < 0 || a.T < 0 || !valid_dtype(a.x.dtype)) return cudaErrorInvalidValue;
+    if (a.B < 0 || a.Hq < 0 || a.Hkv < 0 || a.T < 0 || !dtype_known(a.x.dtype)) return cudaErrorInvalidValue;
     if (a.Hkv ? a.Hq % a.Hkv != 0 || a.Hq == 0 : a.Hq != 0) return cudaErrorInvalidValue;
     if (a.reduce != KVC_MEAN_LOGIT && a.reduce != KVC_MEAN_SIGMOID && a.reduce != KVC_FIRST_HEAD)
         return cudaErrorInvalidValue;

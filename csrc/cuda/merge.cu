@@ -53,7 +53,7 @@ cudaError_t launch(const kvc_merge_states_args& a, cudaStream_t stream) {
 
 extern "C" cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args* args, cudaStream_t stream) {
     const kvc_merge_states_args& a = *args;
-    if (a.N < 0 || a.D < 0 || !valid_dtype(a.dtype)) return cudaErrorInvalidValue;
+    if (a.N < 0 || a.D < 0 || !dtype_known(a.dtype)) return cudaErrorInvalidValue;
     if (a.N == 0 || a.D == 0) return cudaSuccess;
     if (!a.out || !a.lse || !a.out_a || !a.out_b || !a.lse_a || !a.lse_b) return cudaErrorInvalidValue;
     return with_dtype(a.dtype, [&](auto element) {

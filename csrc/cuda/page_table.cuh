@@ -126,12 +126,7 @@ __device__ inline bool can_take(const kvc_page_table& table, int own, bool objec
 // ---- host ----
 
 inline bool valid_table(const kvc_page_table& table) {
-    if (table.R < 0 || table.blocks < 0 || table.P < 1 || table.P > INT32_MAX) return false;
-    if (table.pages < 0 || table.pages > INT32_MAX) return false;
-    if (table.blocks > INT32_MAX / table.P || table.R > MAX_GRID_X) return false;
-    if (table.R == 0) return true;
-    if (!table.lengths || !table.free_count || (table.blocks && !table.block_table)) return false;
-    return table.pages == 0 || (table.page_refs && table.free_pages);
+    return table_sizes_are_good(&table) && table.R <= MAX_GRID_X && table_is_there(&table);
 }
 
 // Threads of the one block that hands out pages.

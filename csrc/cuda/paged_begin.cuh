@@ -46,7 +46,7 @@ struct head_of_step {
     int own, b, h, s;
 };
 
-__device__ inline head_of_step head_at(const kvc_paged_step_args& a, int item, int queries) {
+__device__ inline head_of_step head_at(const kvc_step& a, int item, int queries) {
     head_of_step x = {item < queries, item < queries ? item : item - queries, 0, 0, 0};
     const int heads = static_cast<int>(x.query ? a.Hq : a.Hkv), S = static_cast<int>(a.S);
     const int all = S == 1 ? x.own : static_cast<int>(quotient(x.own, S));
@@ -57,23 +57,24 @@ __device__ inline head_of_step head_at(const kvc_paged_step_args& a, int item, i
 }
 
 // Queries to where decode finds them, new tokens to `staged`, by a warp; the rows have not grown.
-__device__ inline void prepare_head(const kvc_paged_step_args& a, const placing& p, const head_of_step& x, void* staged) {
+__device__ inline void prepare_head(const kvc_paged_step_args& args, const placing& p, const head_of_step& x, void* staged) {
+    const kvc_step& a = args.step;
     const kvc_view& from = x.query ? a.q : a.k;
     const int64_t first = x.b * a.Hkv, before = a.table.lengths[first], at = (x.query ? 1 : 2) * x.own * a.D;
-    rotate_head(from, row_at(from, x.b, x.h, x.s), x.query ? p.q : staged, from.dtype, at, a.D, a.rotary_dim, a.cos, a.sin,
-                before + (a.shift ? a.shift[first] : 0) + x.s, a.table_rows, -1);
+    turn_head(a, from, row_at(from, x.b, x.h, x.s), x.query ? p.q : staged, at,
+              before + (args.shift ? args.shift[first] : 0) + x.s, -1);
     if (!x.query) copy_head(a.v.data, row_at(a.v, x.b, x.h, x.s), staged, at + a.D, a.k.dtype, a.D);
 }
 
 // A whole warp: the notes of `row` by each of its lanes, which returns what it has found.
-__device__ inline int note_row(const kvc_paged_step_args& a, const kvc_decode_args& decode, const plan& pieces, int row,
+__device__ inline int note_row(const kvc_paged_step_args& args, const kvc_decode_args& decode, const plan& pieces, int row,
                                noted_rows& rows) {
-    const kvc_page_table& table = a.table;
-    const int S = static_cast<int>(a.S), shift = pieces.page_shift, inside = (1 << shift) - 1;
+    const kvc_page_table& table = args.step.table;
+    const int S = static_cast<int>(args.step.S), shift = pieces.page_shift, inside = (1 << shift) - 1;
     const bool here = row < table.R;
     const int held = static_cast<int>(free_pages(table));
-    const int length = here ? table.lengths[row] : 0, begin = here && a.begin && a.begin[row] > 0 ? a.begin[row] : 0;
-    const bool valid = here && length >= 0 && length + a.S <= table.blocks * table.P;
+    const int length = here ? table.lengths[row] : 0, begin = here && args.begin && args.begin[row] > 0 ? args.begin[row] : 0;
+    const bool valid = here && length >= 0 && length + args.step.S <= table.blocks * table.P;
     const bool touches = valid && (length & inside) != 0;
     const int32_t last = touches ? *entry(table, row, length >> shift) : -1;
     const int place = held - 1 - row;
@@ -100,10 +101,11 @@ __device__ inline int note_row(const kvc_paged_step_args& a, const kvc_decode_ar
 
 // The whole block: what begins the step where no call is refused and the rows take few pages; false where these are not
 // so, and the rows as they were, or more than QUICK_ROWS. served: heads up to there need nothing more, of `heads`.
-__device__ inline bool begins_quickly(const kvc_paged_step_args& a, const placing& p, const kvc_decode_args& decode,
+__device__ inline bool begins_quickly(const kvc_paged_step_args& args, const placing& p, const kvc_decode_args& decode,
                                       const plan& pieces, const scratch& s, int heads, int& served, bool& objects) {
     __shared__ noted_rows rows;
     __shared__ uint4 staged[STAGED_BYTES / sizeof(uint4)];
+    const kvc_step& a = args.step;
     const kvc_page_table& table = a.table;
     const int R = static_cast<int>(table.R), lane = threadIdx.x % 32, warp = threadIdx.x / 32, shift = pieces.page_shift;
     const int growers = (R + 31) / 32, workers = BEGIN_WARPS - growers;
@@ -112,12 +114,12 @@ __device__ inline bool begins_quickly(const kvc_paged_step_args& a, const placin
 
     int found = 0;
     if (warp >= workers) {
-        found = note_row(a, decode, pieces, threadIdx.x - 32 * workers, rows);
+        found = note_row(args, decode, pieces, threadIdx.x - 32 * workers, rows);
     } else {
         KVC_ROLLED
         for (int item = warp; item < (stages ? heads : queries); item += workers)
-            prepare_head(a, p, head_at(a, item, queries), staged);
-        if (misses_page<16>(table, a.begin, share_of(warp, workers, R))) found = OBJECTS;
+            prepare_head(args, p, head_at(a, item, queries), staged);
+        if (misses_page<16>(table, args.begin, share_of(warp, workers, R))) found = OBJECTS;
         if (lane == 0) rows.taken_of[warp] = rows.listed_of[warp] = 0;
     }
     KVC_UNROLL
@@ -195,21 +197,20 @@ __device__ inline bool begins_quickly(const kvc_paged_step_args& a, const placin
 
 // A whole block of BEGIN_THREADS, all of its threads: everything that begins the step. heads: those of queries and new tokens
 // that it serves too, all or none.
-__device__ inline void begin_step(const kvc_paged_step_args& a, const placing& p, const kvc_decode_args& decode,
+__device__ inline void begin_step(const kvc_paged_step_args& args, const placing& p, const kvc_decode_args& decode,
                                   const plan& pieces, const scratch& s, int heads) {
+    const kvc_step& a = args.step;
     const bool quick = a.table.R <= QUICK_ROWS;
     int served = 0;
     bool objects = false;
-    if (!quick) objects = misses_page(a.table, a.begin);
-    if (!quick || !begins_quickly(a, p, decode, pieces, s, heads, served, objects)) {
-        kvc_append_tokens_args append = {};
-        append.table = a.table, append.scratch = p.copied, append.heads = a.Hkv, append.S = a.S;
-        extend_rows(append, objects);
+    if (!quick) objects = misses_page(a.table, args.begin);
+    if (!quick || !begins_quickly(args, p, decode, pieces, s, heads, served, objects)) {
+        extend_rows(append_of(a, p.copied), objects);
         __syncthreads();
         list_pieces(decode, pieces, s);
     }
     KVC_ROLLED
-    for (int item = served + threadIdx.x / 32; item < heads; item += BEGIN_WARPS) place_head<256>(a, p, item);
+    for (int item = served + threadIdx.x / 32; item < heads; item += BEGIN_WARPS) place_head<256>(a, args.shift, p, item);
 }
 
 }  // namespace

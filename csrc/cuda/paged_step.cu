@@ -7,55 +7,50 @@
 
 namespace {
 
-kvc_decode_args decode_of(const kvc_paged_step_args& a) {
-    kvc_decode_args d = {};
-    d.out = a.out, d.lse = a.lse, d.rows = a.rows;
-    d.q = kvc_dense_view(nullptr, a.q.dtype, a.Hq, a.S, a.D);
-    d.block_table = a.table.block_table, d.begin = a.begin, d.end = a.table.lengths;
-    d.B = a.B, d.Hq = a.Hq, d.Hkv = a.Hkv, d.S = a.S, d.D = a.D;
-    d.P = a.table.P, d.pages = a.table.pages, d.blocks = a.table.blocks;
-    d.scale = a.scale, d.causal = 1, d.softcap = a.softcap, d.sink_logits = a.sink_logits;
-    return d;
+kvc_decode_args decode_of(const kvc_paged_step_args& args, void* turned) {
+    kvc_decode_args decode = kvc_step_decode(&args.step, turned);
+    decode.begin = args.begin, decode.causal = 1;
+    return decode;
 }
 
-__global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_paged_step_args a, const placing p,
+__global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_paged_step_args args, const placing p,
                                                              const kvc_decode_args decode, const plan pieces,
                                                              const scratch s, int heads) {
-    begin_step(a, p, decode, pieces, s, heads);
+    begin_step(args, p, decode, pieces, s, heads);
 }
 
-__global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_paged_step_args a, const placing p, int64_t heads) {
+__global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_paged_step_args args, const placing p,
+                                                             int64_t heads) {
     const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
     for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
-        place_head<512>(a, p, item);
+        place_head<512>(args.step, args.shift, p, item);
 }
 
 }  // namespace
 
 extern "C" int64_t kvc_cuda_paged_step_scratch_bytes(const kvc_paged_step_args* args) {
-    if (!valid_step(*args) || empty_step(*args)) return 0;
-    const kvc_decode_args decode = decode_of(*args);
+    const kvc_step& a = args->step;
+    if (!kvc_step_is_sized(&a, kvc_step_check(&a, &a.table))) return 0;
+    const kvc_decode_args decode = decode_of(*args, nullptr);
     int64_t bytes = 0;
-    placing_of(*args, &bytes);
+    placing_of(a, &bytes);
     kvc_part_of(nullptr, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     return bytes;
 }
 
 extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cudaStream_t stream) {
-    const kvc_paged_step_args& a = *args;
-    if (!valid_step(a)) return cudaErrorInvalidValue;
-    if (empty_step(a)) return cudaSuccess;
-    if (!has_pointers(a)) return cudaErrorInvalidValue;
-    kvc_decode_args decode = decode_of(a);
+    const kvc_step& a = args->step;
+    const kvc_status checked = kvc_step_check(&a, &a.table);
+    if (checked != KVC_OK || kvc_step_is_empty(&a)) return error_of(checked);
     int64_t bytes = 0;
     const placing p = placing_of(a, &bytes);
-    decode.q.data = p.q, decode.scratch = kvc_part_of(a.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
+    kvc_decode_args decode = decode_of(*args, p.q);
+    decode.scratch = kvc_part_of(a.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads_alone(a, heads, 256);
+    const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads_alone(a, heads, stores_codes(a.rows), 256);
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
-    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, decode, pieces, scratch_of(decode, pieces),
+    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, *args, p, decode, pieces, scratch_of(decode, pieces),
                static_cast<int>(alone));
-    if (!alone)
-        KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, a, p, heads);
+    if (!alone) KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, *args, p, heads);
     return decode_listed(decode, stream);
 }

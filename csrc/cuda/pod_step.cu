@@ -11,17 +11,16 @@
 
 namespace {
 
-constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
 constexpr int BEGIN_THREADS = 768;  // of the one block: a thread keeps more than 64 numbers
 
 // Whether the rows have not grown.
 __device__ inline bool refused(const kvc_pod_step_args& a, const kvc_pod_parts& parts) {
-    return parts.copied[a.keys.R] != 0;
+    return parts.copied[a.step.table.R] != 0;
 }
 
 // Where near and distant tokens of a row lie, whose tables have grown.
 __device__ inline void place_row(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t row) {
-    const int64_t held = a.keys.lengths[row], all = a.values.lengths[row];
+    const int64_t held = a.step.table.lengths[row], all = a.values.lengths[row];
     const int64_t begin = a.sinks < all ? a.sinks : all, end = all - a.recent;
     parts.begin[row] = static_cast<int32_t>(held > a.recent ? held - a.recent : 0);
     parts.far_begin[row] = static_cast<int32_t>(begin);
@@ -31,35 +30,35 @@ __device__ inline void place_row(const kvc_pod_step_args& a, const kvc_pod_parts
 // Slot of the newest token of a row in the keys' pages, or the values'; -1: it has none. What the row shared is its own
 // then.
 __device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t row, int values) {
-    const kvc_page_table& table = values ? a.values : a.keys;
+    const kvc_page_table& table = values ? a.values : a.step.table;
     if (refused(a, parts)) return -1;
     const int64_t slot = table.lengths[row] - 1;
     const int32_t page = *entry(table, row, slot / table.P), copied = parts.copied[(table.R + 1) * values + row];
     if (copied >= 0) {
-        const bool codes = stores_codes(a.rows), halves = values && a.rows.format == KVC_FORMAT_K8V4;
-        const int64_t bytes = codes ? halves ? a.D / 2 : a.D : bytes_of(a.k.dtype) * a.D;
-        copy_slots(table, copied, page, slot % table.P, values ? a.rows.values : a.rows.keys, bytes);
-        if (codes)
-            copy_slots(table, copied, page, slot % table.P, values ? a.rows.value_scales : a.rows.key_scales, sizeof(f16));
+        const kvc_rows& rows = a.step.rows;
+        const bool codes = stores_codes(rows), halves = values && rows.format == KVC_FORMAT_K8V4;
+        const int64_t bytes = codes ? halves ? a.step.D / 2 : a.step.D : bytes_of(a.step.k.dtype) * a.step.D;
+        copy_slots(table, copied, page, slot % table.P, values ? rows.values : rows.keys, bytes);
+        if (codes) copy_slots(table, copied, page, slot % table.P, values ? rows.value_scales : rows.key_scales, sizeof(f16));
     }
     return page_exists(table, page) ? page * table.P + slot % table.P : -1;
 }
 
 // Query head `item`, then row item - B*Hq, by a warp; pages have been taken. MOST: as in store_codes.
 template <int MOST>
-__device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t item) {
+__device__ inline void place_head(const kvc_pod_step_args& args, const kvc_pod_parts& parts, int64_t item) {
+    const kvc_step& a = args.step;
     const int64_t queries = a.B * a.Hq, row = item - queries;
     const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = quotient(own, heads), h = remainder_of(own, heads);
     const auto rotate = [&](const kvc_view& x, void* to, int64_t at) {
-        rotate_head(x, row_at(x, b, h, 0), to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, parts.positions[b],
-                    a.table_rows, -1);
+        turn_head(a, x, row_at(x, b, h, 0), to, at, parts.positions[b], -1);
     };
     if (item < queries) {
-        rotate(a.q, a.turned, item * a.D);
+        rotate(a.q, args.turned, item * a.D);
         return;
     }
-    const slot_of_each to = {newest_slot(a, parts, row, 0), newest_slot(a, parts, row, 1)};
-    const int64_t moved = a.moved ? a.moved[row] : 0, value = row_at(a.v, b, h, 0);
+    const slot_of_each to = {newest_slot(args, parts, row, 0), newest_slot(args, parts, row, 1)};
+    const int64_t moved = args.moved ? args.moved[row] : 0, value = row_at(a.v, b, h, 0);
     if (to.key >= 0 && to.value >= 0) {
         if (stores_codes(a.rows)) {
             store_turned<MOST>(a, a.rows, row_at(a.k, b, h, 0), value, parts.positions[b], to);
@@ -68,10 +67,10 @@ __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_part
             copy_head(a.v.data, value, a.rows.values, to.value * a.D, a.k.dtype, a.D);
         }
     }
-    for (int64_t i = threadIdx.x % 32; i < a.keys.blocks; i += 32) {
-        const int64_t place = i < a.first ? i : i + moved;
-        const bool here = place >= 0 && place < a.values.blocks;
-        parts.near_table[row * a.keys.blocks + i] = here ? *entry(a.values, row, place) : -1;
+    for (int64_t i = threadIdx.x % 32; i < a.table.blocks; i += 32) {
+        const int64_t place = i < args.first ? i : i + moved;
+        const bool here = place >= 0 && place < args.values.blocks;
+        parts.near_table[row * a.table.blocks + i] = here ? *entry(args.values, row, place) : -1;
     }
 }
 
@@ -83,16 +82,16 @@ __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_pod_s
                                                              const scratch near_scratch, const kvc_decode_args far,
                                                              const plan far_pieces, const scratch far_scratch,
                                                              int64_t heads) {
-    for (int64_t b = threadIdx.x; b < a.B; b += BEGIN_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
+    for (int64_t b = threadIdx.x; b < a.step.B; b += BEGIN_THREADS) parts.positions[b] = a.step.rotary_dim ? a.places[b] : 0;
     // both tables grow, or none
-    const bool missing = misses_page(a.keys, nullptr) | misses_page(a.values, nullptr);
+    const bool missing = misses_page(a.step.table, nullptr) | misses_page(a.values, nullptr);
     const bool lacking = lacks_room(keys) | lacks_room(values);
     extend_rows(keys, missing || lacking);
     __syncthreads();
     extend_rows(values, missing || lacking);
     __syncthreads();
-    for (int64_t b = threadIdx.x; b < a.B && !refused(a, parts); b += BEGIN_THREADS) a.places[b]++;
-    for (int64_t row = threadIdx.x; row < a.keys.R; row += BEGIN_THREADS) place_row(a, parts, row);
+    for (int64_t b = threadIdx.x; b < a.step.B && !refused(a, parts); b += BEGIN_THREADS) a.places[b]++;
+    for (int64_t row = threadIdx.x; row < a.step.table.R; row += BEGIN_THREADS) place_row(a, parts, row);
     __syncthreads();
     list_pieces(near, near_pieces, near_scratch);
     if (far.scratch) {
@@ -119,61 +118,35 @@ kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
     return kvc_pod_parts_of(&a, kvc_cuda_decode_scratch_bytes(&near), far_bytes);
 }
 
-bool valid(const kvc_pod_step_args& a) {
-    return kvc_pod_sizes_are_good(&a) && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && format_takes(a.rows, a.k.dtype, a.D) &&
-           valid_table(a.keys) && valid_table(a.values) && (a.far != KVC_FAR_LED || valid_dtype(a.lead_q.dtype));
-}
-
-bool empty(const kvc_pod_step_args& a) { return a.keys.R == 0 || a.Hq == 0; }
-
-bool complete(const kvc_pod_step_args& a) {
-    if (!a.out || !a.turned || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return false;
-    if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return false;
-    const bool codes = stores_codes(a.rows);
-    if (a.keys.pages && (!a.rows.keys || (codes && !a.rows.key_scales))) return false;
-    if (a.values.pages && (!a.rows.values || (codes && !a.rows.value_scales))) return false;
-    if (a.far != KVC_FAR_SHARED && !a.lse) return false;
-    if (a.far == KVC_FAR_OWN && !a.far_lse) return false;
-    if (a.far == KVC_FAR_LED) return a.lead_q.data && a.lead_table && (!a.lead_pages || (a.lead_keys && (!codes || a.lead_key_scales)));
-    return a.far != KVC_FAR_SHARED || (a.far_lse && a.skipped && (!a.columns || a.probabilities));
-}
-
 }  // namespace
 
 extern "C" int64_t kvc_cuda_pod_step_scratch_bytes(const kvc_pod_step_args* args) {
-    return valid(*args) && !empty(*args) ? parts_of(*args).bytes : 0;
+    return kvc_step_is_sized(&args->step, kvc_pod_check(args)) ? parts_of(*args).bytes : 0;
 }
 
 extern "C" cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args* args, cudaStream_t stream) {
-    const kvc_pod_step_args& a = *args;
-    if (!valid(a)) return cudaErrorInvalidValue;
-    if (empty(a)) return cudaSuccess;
-    if (!complete(a)) return cudaErrorInvalidValue;
-    const kvc_pod_parts parts = parts_of(a);
-    const kvc_append_tokens_args keys = kvc_pod_append(&a, &parts, 0), values = kvc_pod_append(&a, &parts, 1);
-    const kvc_decode_args near = kvc_pod_near(&a, &parts);
-    const bool has_far = a.far == KVC_FAR_OWN || a.far == KVC_FAR_LED;
+    const kvc_step& a = args->step;
+    const kvc_status checked = kvc_pod_check(args);
+    if (checked != KVC_OK || kvc_step_is_empty(&a)) return error_of(checked);
+    const kvc_pod_parts parts = parts_of(*args);
+    const kvc_decode_args near = kvc_pod_near(args, &parts);
+    const bool has_far = args->far == KVC_FAR_OWN || args->far == KVC_FAR_LED;
     kvc_decode_args far = {};
-    if (has_far) far = kvc_pod_far(&a, &parts);
+    if (has_far) far = kvc_pod_far(args, &parts);
     const plan near_pieces = plan_of(near), far_pieces = has_far ? plan_of(far) : plan{};
-    const bool wide = stores_codes(a.rows) && a.D > 256;  // more registers than the block has
-    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS && !wide ? heads : 0;
+    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads_alone(a, heads, stores_codes(a.rows), 256);
     if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
-    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
-               scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
-    if (!alone) {
-        const int64_t blocks = ceil_div(heads, PLACE_WARPS);
-        KVC_LAUNCH(place_kernel, static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X), PLAN_THREADS, 0, stream,
-                   a, parts, heads);
-    }
+    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, *args, parts, kvc_pod_append(args, &parts, 0),
+               kvc_pod_append(args, &parts, 1), near, near_pieces, scratch_of(near, near_pieces), far, far_pieces,
+               scratch_of(far, far_pieces), alone);
+    if (!alone) KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, *args, parts, heads);
     KVC_TRY(decode_listed(near, stream));
-    if (a.far == KVC_FAR_SHARED) {
-        const kvc_decode_shared_args shared = kvc_pod_shared(&a, &parts);
+    if (args->far == KVC_FAR_SHARED) {
+        const kvc_decode_shared_args shared = kvc_pod_shared(args, &parts);
         return kvc_cuda_decode_shared(&shared, stream);
     }
     if (!has_far) return cudaSuccess;
     KVC_TRY(decode_listed(far, stream));
-    const kvc_merge_states_args merge = kvc_pod_merge(&a, &parts);
+    const kvc_merge_states_args merge = kvc_step_merge(&a, &near, &far);
     return kvc_cuda_merge_states(&merge, stream);
 }

@@ -56,7 +56,7 @@ unsigned blocks_for(int64_t vectors) {
 
 extern "C" cudaError_t kvc_cuda_quantize(const kvc_quantize_args* args, cudaStream_t stream) {
     const kvc_quantize_args& a = *args;
-    if (a.B < 0 || a.H < 0 || a.T < 0 || !valid_kind(a.kind, a.D) || !valid_dtype(a.x.dtype)) return cudaErrorInvalidValue;
+    if (a.B < 0 || a.H < 0 || a.T < 0 || !valid_kind(a.kind, a.D) || !dtype_known(a.x.dtype)) return cudaErrorInvalidValue;
     const int64_t count = a.B * a.H * a.T;
     if (count == 0) return cudaSuccess;
     if (count > UINT32_MAX) return cudaErrorInvalidValue;  // they are counted in 32 bits
@@ -67,7 +67,7 @@ extern "C" cudaError_t kvc_cuda_quantize(const kvc_quantize_args* args, cudaStre
 
 extern "C" cudaError_t kvc_cuda_dequantize(const kvc_dequantize_args* args, cudaStream_t stream) {
     const kvc_dequantize_args& a = *args;
-    if (a.N < 0 || !valid_kind(a.kind, a.D) || !valid_dtype(a.dtype)) return cudaErrorInvalidValue;
+    if (a.N < 0 || !valid_kind(a.kind, a.D) || !dtype_known(a.dtype)) return cudaErrorInvalidValue;
     if (a.N == 0) return cudaSuccess;
     if (!a.x || !a.codes || !a.scales) return cudaErrorInvalidValue;
     KVC_LAUNCH(dequantize_kernel, blocks_for(a.N), THREADS, 0, stream, a);

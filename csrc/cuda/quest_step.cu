@@ -6,6 +6,7 @@
 // What counts in short contexts is launches: one block takes the pages, lists decode's pieces, whose number follows from
 // lengths alone, and, for a few heads, rotates and stores them; one kernel scores, one chooses; then decode's.
 // With many sequences the heads have a launch of their own. Grids follow from sizes only: a step can be captured.
+#include "../quest_step.h"
 #include "paged_step.cuh"
 #include "select.cuh"
 
@@ -21,32 +22,20 @@ struct parts {
     int64_t width;
 };
 
-int64_t width_of(const kvc_quest_step_args& a) {
-    return a.pages_read < a.step.table.blocks ? a.pages_read : a.step.table.blocks;
-}
-
-parts parts_of(const kvc_quest_step_args& a, int64_t* bytes) {
-    const kvc_page_table& table = a.step.table;
-    parts p = {};
-    p.width = width_of(a);
-    p.heads = placing_of(a.step, bytes);
-    p.scores = static_cast<float*>(kvc_part_of(a.step.scratch, bytes, table.R * table.blocks * 4));
-    p.table = static_cast<int32_t*>(kvc_part_of(a.step.scratch, bytes, table.R * p.width * 4));
-    p.end = static_cast<int32_t*>(kvc_part_of(a.step.scratch, bytes, table.R * 4));
+parts parts_of(const kvc_quest_step_args& args, int64_t* bytes) {
+    const kvc_step& a = args.step;
+    const int64_t R = a.table.R, width = kvc_quest_width(&args);
+    parts p = {placing_of(a, bytes), nullptr, nullptr, nullptr, width};
+    p.scores = static_cast<float*>(kvc_part_of(a.scratch, bytes, R * a.table.blocks * 4));
+    p.table = kvc_ints_of(a.scratch, bytes, R * width);
+    p.end = kvc_ints_of(a.scratch, bytes, R);
     return p;
 }
 
-kvc_decode_args decode_of(const kvc_quest_step_args& a, const parts& p) {
-    static const int32_t any = 0;  // where scratch is only counted; without a table rows would be taken for contiguous
-    const kvc_paged_step_args& step = a.step;
-    kvc_decode_args d = {};
-    d.out = step.out, d.lse = step.lse, d.rows = step.rows;
-    d.q = a.held ? step.q : kvc_dense_view(p.heads.q, step.q.dtype, step.Hq, 1, step.D);
-    d.block_table = p.table ? p.table : &any;
-    d.end = p.end, d.B = step.B, d.Hq = step.Hq, d.Hkv = step.Hkv, d.S = 1, d.D = step.D;
-    d.P = step.table.P, d.pages = step.table.pages, d.blocks = p.width;
-    d.scale = step.scale, d.softcap = step.softcap, d.sink_logits = step.sink_logits;
-    return d;
+kvc_decode_args decode_of(const kvc_quest_step_args& args, const parts& p) {
+    kvc_decode_args decode = kvc_quest_decode(&args, p.heads.q, p.table, p.end);
+    if (args.held) decode.q = args.step.q;
+    return decode;
 }
 
 // ---- rows ----
@@ -59,7 +48,7 @@ __device__ inline int64_t length_of(const kvc_page_table& table, int64_t row) {
 
 // Joins the range of a row's newest page with the new key, by the warp that has stored that.
 __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
-    const kvc_paged_step_args& step = a.step;
+    const kvc_step& step = a.step;
     const kvc_page_table& table = step.table;
     const int64_t slot = table.lengths[row] - 1, block = quotient(slot, table.P), D = step.D;
     const int32_t page = *entry(table, row, block);
@@ -81,7 +70,7 @@ __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
 
 template <int MOST>
 __device__ inline void place(const kvc_quest_step_args& a, const parts& p, int64_t item) {
-    place_head<MOST>(a.step, p.heads, item);
+    place_head<MOST>(a.step, nullptr, p.heads, item);
     const int64_t queries = a.step.B * a.step.Hq;
     if (item < queries || p.heads.copied[a.step.table.R]) return;
     __syncwarp();
@@ -119,7 +108,7 @@ __global__ __launch_bounds__(SCORE_THREADS, 1) void score_kernel(const kvc_quest
                                                               int64_t stretches) {
     __shared__ float halves[HEADS * 2 * KVC_CUDA_MAX_HEAD_DIM];  // max(q, 0) and max(-q, 0) of each head
     __shared__ float best[STRETCH];
-    const kvc_paged_step_args& step = a.step;
+    const kvc_step& step = a.step;
     const int64_t row = blockIdx.x / stretches, first = blockIdx.x % stretches * STRETCH, D = step.D;
     const int64_t blocks = ceil_div(length_of(step.table, row), step.table.P), left = blocks - 1 - first;
     if (blocks <= p.width || left <= 0) return;
@@ -205,17 +194,16 @@ cudaError_t score(const kvc_quest_step_args& a, const parts& p, const kvc_view& 
     return cudaSuccess;
 }
 
-bool valid(const kvc_quest_step_args& a) {
-    const kvc_page_table& table = a.step.table;
-    return valid_step(a.step) && a.step.S == 1 && !a.step.shift && !a.step.begin && a.pages_read >= 1 &&
-           a.range_pages >= table.blocks && !(a.held && a.step.rotary_dim) &&
-           table.R * ceil_div(table.blocks, STRETCH) <= MAX_GRID_X;
+kvc_status check(const kvc_quest_step_args& args) {
+    const kvc_status status = kvc_quest_check(&args);
+    if (status != KVC_OK && status != KVC_NULL_POINTER) return status;
+    return args.step.table.R * ceil_div(args.step.table.blocks, STRETCH) <= MAX_GRID_X ? status : KVC_BAD_SIZE;
 }
 
 }  // namespace
 
 extern "C" int64_t kvc_cuda_quest_step_scratch_bytes(const kvc_quest_step_args* args) {
-    if (!valid(*args) || empty_step(args->step)) return 0;
+    if (!kvc_step_is_sized(&args->step, check(*args))) return 0;
     int64_t bytes = 0;
     const kvc_decode_args decode = decode_of(*args, parts_of(*args, &bytes));
     kvc_part_of(nullptr, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
@@ -223,23 +211,21 @@ extern "C" int64_t kvc_cuda_quest_step_scratch_bytes(const kvc_quest_step_args* 
 }
 
 extern "C" cudaError_t kvc_cuda_quest_step(const kvc_quest_step_args* args, cudaStream_t stream) {
-    kvc_quest_step_args a = *args;
-    if (!valid(a)) return cudaErrorInvalidValue;
-    if (empty_step(a.step)) return cudaSuccess;
-    if (a.held) a.step.k.data = a.step.v.data = a.step.q.data;  // nobody looks there
-    if (!has_pointers(a.step) || (a.step.table.blocks && (!a.ranges || !a.chosen))) return cudaErrorInvalidValue;
+    const kvc_step& a = args->step;
+    const kvc_status checked = check(*args);
+    if (checked != KVC_OK || kvc_step_is_empty(&a)) return error_of(checked);
     int64_t bytes = 0;
-    const parts p = parts_of(a, &bytes);
-    kvc_decode_args decode = decode_of(a, p);
-    decode.scratch = kvc_part_of(a.step.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
+    const parts p = parts_of(*args, &bytes);
+    kvc_decode_args decode = decode_of(*args, p);
+    decode.scratch = kvc_part_of(a.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    const int64_t heads = a.held ? 0 : a.step.B * (a.step.Hq + a.step.Hkv), alone = heads_alone(a.step, heads, 128);
+    const int64_t heads = args->held ? 0 : a.B * (a.Hq + a.Hkv), alone = heads_alone(a, heads, stores_codes(a.rows), 128);
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
-    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, p, append_of(a.step, p.heads), decode, pieces,
+    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, *args, p, append_of(a, p.heads.copied), decode, pieces,
                scratch_of(decode, pieces), alone);
-    if (heads > alone) KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, a, p, heads);
-    if (a.step.table.blocks > p.width)
-        KVC_TRY(with_dtype(a.step.k.dtype, [&](auto type) { return score<decltype(type)>(a, p, decode.q, stream); }));
-    KVC_LAUNCH(choose_kernel, static_cast<unsigned>(a.step.table.R), select_threads(a.step.table.blocks), 0, stream, a, p);
+    if (heads > alone) KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, *args, p, heads);
+    if (a.table.blocks > p.width)
+        KVC_TRY(with_dtype(a.k.dtype, [&](auto type) { return score<decltype(type)>(*args, p, decode.q, stream); }));
+    KVC_LAUNCH(choose_kernel, static_cast<unsigned>(a.table.R), select_threads(a.table.blocks), 0, stream, *args, p);
     return decode_listed(decode, stream);
 }

@@ -4,13 +4,13 @@
 // is launches: one block says where each token goes, takes the pages, lists decode's pieces and, for a few heads, rotates
 // and stores them; then the kernel of decode's pieces, and, with further keys, that once more and the merge. With many
 // sequences the heads have a launch of their own.
+#include "../ring_step.h"
 #include "extend.cuh"
 #include "gates.cuh"
 #include "rows.cuh"
 
 namespace {
 
-constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
 constexpr int BEGIN_THREADS = STEP_THREADS / 2;  // of the one block: a thread keeps more than 64 numbers
 
 struct parts {
@@ -36,47 +36,21 @@ __device__ inline ring_span span_of(const kvc_ring_step_args& a, int64_t t) {
     return span;
 }
 
-kvc_decode_args near_of(const kvc_ring_step_args& a) {
-    kvc_decode_args d = {};
-    d.out = a.out, d.lse = a.lse, d.rows = a.ring;
-    d.q = kvc_dense_view(nullptr, a.q.dtype, a.Hq, 1, a.D);
-    d.B = a.B, d.Hq = a.Hq, d.Hkv = a.Hkv, d.S = 1, d.D = a.D, d.P = a.capacity, d.pages = a.B * a.Hkv;
-    d.scale = a.scale, d.softcap = a.softcap, d.sink_logits = a.sink_logits;
-    return d;
-}
-
-// Attention to the further keys.
-kvc_decode_args far_of(const kvc_ring_step_args& a) {
-    kvc_decode_args d = near_of(a);
-    d.sink_logits = nullptr;
-    if (a.table.R) {
-        d.rows = a.rows;
-        d.block_table = a.table.block_table, d.end = a.table.lengths;
-        d.P = a.table.P, d.pages = a.table.pages, d.blocks = a.table.blocks;
-    } else if (a.far.keys) {
-        d.rows = a.far, d.P = a.sinks;
-    }
-    return d;
-}
-
-bool has_far(const kvc_ring_step_args& a) { return a.sinks > 0 || a.table.R > 0; }
-
-parts parts_of(const kvc_ring_step_args& a) {
-    const int64_t R = a.B * a.Hkv, q = a.B * a.Hq * a.D * bytes_of(a.q.dtype);
-    const kvc_decode_args near = near_of(a), far = far_of(a);
+parts parts_of(const kvc_ring_step_args& args) {
+    const kvc_step& a = args.step;
+    const int64_t R = a.B * a.Hkv, q = kvc_step_query_bytes(&a);
+    const kvc_decode_args near = kvc_ring_near(&args, nullptr), far = kvc_ring_far(&args, nullptr);
     parts p = {};
     const auto part = [&](int64_t bytes) { return kvc_part_of(a.scratch, &p.bytes, bytes); };
-    p.tokens = static_cast<int32_t*>(part(a.B * 4));
-    p.begin = static_cast<int32_t*>(part(R * 4));
-    p.end = static_cast<int32_t*>(part(R * 4));
-    p.far = static_cast<int32_t*>(part(R * 4));
-    p.stays = static_cast<int32_t*>(part(a.table.R * 4));
-    p.copied = static_cast<int32_t*>(part((a.table.R + 1) * 4));
+    const auto ints = [&](int64_t count) { return kvc_ints_of(a.scratch, &p.bytes, count); };
+    p.tokens = ints(a.B);
+    p.begin = ints(R), p.end = ints(R), p.far = ints(R);
+    p.stays = ints(a.table.R), p.copied = ints(a.table.R + 1);
     p.marks = static_cast<uint8_t*>(part(R));
     p.q = part(q);
     p.decode = part(kvc_cuda_decode_scratch_bytes(&near));
-    if (!has_far(a)) return p;
-    p.far_q = part(a.sinks ? q : 0);
+    if (!kvc_ring_has_far(&args)) return p;
+    p.far_q = part(args.sinks ? q : 0);
     p.out = part(q);
     p.lse = part(a.B * a.Hq * 4);
     p.decode_far = part(kvc_cuda_decode_scratch_bytes(&far));
@@ -85,13 +59,13 @@ parts parts_of(const kvc_ring_step_args& a) {
 
 kvc_append_tokens_args append_of(const kvc_ring_step_args& a, const parts& p) {
     kvc_append_tokens_args append = {};
-    append.table = a.table, append.counts = p.stays, append.scratch = p.copied, append.heads = a.Hkv, append.S = 1;
+    append.table = a.step.table, append.counts = p.stays, append.scratch = p.copied, append.heads = a.step.Hkv, append.S = 1;
     return append;
 }
 
 // Where the token of a row goes, and whether the one that it overwrites stays.
 __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, int64_t row) {
-    const int64_t b = quotient(row, a.Hkv), h = remainder_of(row, a.Hkv), t = a.places[b];
+    const int64_t b = quotient(row, a.step.Hkv), h = remainder_of(row, a.step.Hkv), t = a.places[b];
     ring_span span = {-1, 0, 0};
     if (t >= 0 && t < INT32_MAX) span = span_of(a, t);
     const bool here = span.slot >= 0 && span.end <= a.capacity;
@@ -99,11 +73,11 @@ __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, in
     p.begin[row] = p.far[row] = here ? static_cast<int32_t>(span.far) : 0;
     p.end[row] = here ? static_cast<int32_t>(span.end) : 0;
     if (!a.marks) return;
-    const float logit = a.alpha ? 0.0f : load_any(a.k.data, a.k.dtype, row_at(a.k, b, h, 0) + a.neuron);
+    const float logit = a.alpha ? 0.0f : load_any(a.step.k.data, a.step.k.dtype, row_at(a.step.k, b, h, 0) + a.neuron);
     const bool marked =
         a.alpha ? a.alpha[row] > 0.5f : decision_at(logit, a.decision_scale, a.decision_shift) > a.decision_margin;
     p.marks[row] = marked;
-    if (!a.table.R) return;
+    if (!a.step.table.R) return;
     const bool leaves = here && t >= a.window;
     const int64_t says = (a.own ? t : t + 1) % a.window;  // of the token that leaves, or of the one after it
     p.stays[row] = leaves && !(a.window == 1 && !a.own ? marked : a.marks[row * a.capacity + says] != 0);
@@ -111,21 +85,22 @@ __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, in
 
 // Query head `item`, then row item - B*Hq, by a warp; pages have been taken. MOST: as in store_codes.
 template <int MOST>
-__device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, int64_t item) {
+__device__ inline void place_head(const kvc_ring_step_args& args, const parts& p, int64_t item) {
+    const kvc_step& a = args.step;
     const int64_t queries = a.B * a.Hq, row = item - queries;
     const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = quotient(own, heads), h = remainder_of(own, heads);
-    const int64_t t = p.tokens[b], position = t < 0 ? -1 : t - (a.base ? a.base[b] : 0);
+    const int64_t t = p.tokens[b], position = t < 0 ? -1 : t - (args.base ? args.base[b] : 0);
     const auto rotate = [&](const kvc_view& x, void* to, int64_t at, int64_t where) {
-        rotate_head(x, row_at(x, b, h, 0), to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, where, a.table_rows, a.neuron);
+        turn_head(a, x, row_at(x, b, h, 0), to, at, where, args.neuron);
     };
     if (item < queries) {
         rotate(a.q, p.q, item * a.D, position);
-        if (a.sinks > 0) rotate(a.q, p.far_q, item * a.D, a.far.keys ? a.window : a.sinks + a.window - 1);
+        if (args.sinks > 0) rotate(a.q, p.far_q, item * a.D, args.far.keys ? args.window : args.sinks + args.window - 1);
         return;
     }
     const kvc_page_table& table = a.table;
     if (t < 0 || (table.R && p.copied[table.R])) return;
-    const int64_t place = row * a.capacity + span_of(a, t).slot, value = row_at(a.v, b, h, 0);
+    const int64_t place = row * args.capacity + span_of(args, t).slot, value = row_at(a.v, b, h, 0);
     if (table.R && p.stays[row]) {
         const int64_t slot = table.lengths[row] - 1;
         const int32_t page = *entry(table, row, slot / table.P);
@@ -135,14 +110,14 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
             return [=](int d) { return load_any(ring, a.k.dtype, place * a.D + d); };
         };
         if (page_exists(table, page) && stores_codes(a.rows)) {
-            store_codes<MOST>(a.rows, at, a.D, left(a.ring.keys), left(a.ring.values));
+            store_codes<MOST>(a.rows, at, a.D, left(args.ring.keys), left(args.ring.values));
         } else if (page_exists(table, page)) {
-            copy_head(a.ring.keys, place * a.D, a.rows.keys, at * a.D, a.k.dtype, a.D);
-            copy_head(a.ring.values, place * a.D, a.rows.values, at * a.D, a.k.dtype, a.D);
+            copy_head(args.ring.keys, place * a.D, a.rows.keys, at * a.D, a.k.dtype, a.D);
+            copy_head(args.ring.values, place * a.D, a.rows.values, at * a.D, a.k.dtype, a.D);
         }
     }
     __syncwarp();  // the token that leaves is out of its slot
-    if (a.marks && threadIdx.x % 32 == 0) a.marks[place] = p.marks[row] && !(a.own && t == 0);
+    if (args.marks && threadIdx.x % 32 == 0) args.marks[place] = p.marks[row] && !(args.own && t == 0);
     const auto store = [&](const kvc_rows& rows, int64_t slot, int64_t where) {
         if (stores_codes(rows)) {
             store_turned<MOST>(a, rows, row_at(a.k, b, h, 0), value, where, slot);
@@ -151,8 +126,8 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
             copy_head(a.v.data, value, rows.values, slot * a.D, a.k.dtype, a.D);
         }
     };
-    store(a.ring, place, position);
-    if (a.far.keys && t < a.sinks) store(a.far, row * a.sinks + t, 0);
+    store(args.ring, place, position);
+    if (args.far.keys && t < args.sinks) store(args.far, row * args.sinks + t, 0);
 }
 
 __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_ring_step_args a, const parts p,
@@ -161,12 +136,12 @@ __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_ring_
                                                              const scratch near_scratch, const kvc_decode_args far,
                                                              const plan far_pieces, const scratch far_scratch,
                                                              int64_t heads) {
-    for (int64_t row = threadIdx.x; row < a.B * a.Hkv; row += BEGIN_THREADS) place_row(a, p, row);
+    for (int64_t row = threadIdx.x; row < a.step.B * a.step.Hkv; row += BEGIN_THREADS) place_row(a, p, row);
     __syncthreads();
-    if (a.table.R) extend_rows(append, misses_page(a.table, nullptr));
+    if (a.step.table.R) extend_rows(append, misses_page(a.step.table, nullptr));
     __syncthreads();
-    const bool refused = a.table.R && p.copied[a.table.R];
-    for (int64_t b = threadIdx.x; b < a.B; b += BEGIN_THREADS)
+    const bool refused = a.step.table.R && p.copied[a.step.table.R];
+    for (int64_t b = threadIdx.x; b < a.step.B; b += BEGIN_THREADS)
         if (p.tokens[b] >= 0 && !refused) a.places[b] = p.tokens[b] + 1;
     list_pieces(near, near_pieces, near_scratch);
     if (far.scratch) {
@@ -182,62 +157,37 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_ring_s
         place_head<512>(a, p, item);
 }
 
-bool valid(const kvc_ring_step_args& a) {
-    return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
-           (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.window >= 1 && a.window <= INT32_MAX && a.sinks >= 0 &&
-           a.sinks <= INT32_MAX && a.sinks + a.window <= INT32_MAX && a.capacity >= 0 &&
-           a.capacity <= a.sinks + a.window && (a.sinks != 0) + (a.chunked != 0) + (a.table.R != 0) <= 1 && a.neuron >= -1 &&
-           a.neuron < a.D && !(a.marks && !a.alpha && a.neuron < 0) &&
-           (!a.table.R || (a.table.R == a.B * a.Hkv && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0 && a.marks)) &&
-           a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) &&
-           valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype &&
-           format_takes(a.ring, a.k.dtype, a.D) && (!a.table.R || format_takes(a.rows, a.k.dtype, a.D)) &&
-           (!a.far.keys || a.far.format == a.ring.format) && !(stores_codes(a.ring) && (a.table.R || a.neuron >= 0));
-}
-
-bool empty(const kvc_ring_step_args& a) { return a.B == 0 || a.Hq == 0; }
-
 }  // namespace
 
 extern "C" int64_t kvc_cuda_ring_step_scratch_bytes(const kvc_ring_step_args* args) {
-    return valid(*args) && !empty(*args) ? parts_of(*args).bytes : 0;
+    return kvc_step_is_sized(&args->step, kvc_ring_check(args)) ? parts_of(*args).bytes : 0;
 }
 
 extern "C" cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args* args, cudaStream_t stream) {
-    const kvc_ring_step_args& a = *args;
-    if (!valid(a)) return cudaErrorInvalidValue;
-    if (empty(a)) return cudaSuccess;
-    if (!a.out || !a.lse || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return cudaErrorInvalidValue;
-    if ((a.capacity && !rows_there(a.ring)) || (a.far.keys && !rows_there(a.far))) return cudaErrorInvalidValue;
-    if (a.table.R && a.table.pages && !rows_there(a.rows)) return cudaErrorInvalidValue;
-    if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return cudaErrorInvalidValue;
-    const parts p = parts_of(a);
-    kvc_decode_args near = near_of(a), far = {};
-    near.q.data = p.q, near.begin = p.begin, near.end = p.end, near.scratch = p.decode;
+    const kvc_step& a = args->step;
+    const kvc_status checked = kvc_ring_check(args);
+    if (checked != KVC_OK || kvc_step_is_empty(&a)) return error_of(checked);
+    const parts p = parts_of(*args);
+    const bool has_far = kvc_ring_has_far(args);
+    kvc_decode_args near = kvc_ring_near(args, p.q), far = {};
+    near.begin = p.begin, near.end = p.end, near.scratch = p.decode;
     const plan near_pieces = plan_of(near);
     plan far_pieces = {};
-    if (has_far(a)) {
-        far = far_of(a);
-        far.q.data = a.sinks ? p.far_q : p.q, far.out = p.out, far.lse = static_cast<float*>(p.lse);
-        far.scratch = p.decode_far;
+    if (has_far) {
+        far = kvc_ring_far(args, args->sinks ? p.far_q : p.q);
+        far.out = p.out, far.lse = static_cast<float*>(p.lse), far.scratch = p.decode_far;
         if (!a.table.R) far.end = p.far;
         far_pieces = plan_of(far);
     }
-    const bool wide = (stores_codes(a.ring) || stores_codes(a.rows)) && a.D > 256;  // more registers than the block has
-    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS && !wide ? heads : 0;
+    const bool codes = stores_codes(args->ring) || (a.table.R && stores_codes(a.rows));
+    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads_alone(a, heads, codes, 256);
     if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
-    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, append_of(a, p), near, near_pieces,
+    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, *args, p, append_of(*args, p), near, near_pieces,
                scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
-    if (!alone) {
-        const int64_t blocks = ceil_div(heads, PLACE_WARPS);
-        KVC_LAUNCH(place_kernel, static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X), PLAN_THREADS, 0, stream,
-                   a, p, heads);
-    }
+    if (!alone) KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, *args, p, heads);
     KVC_TRY(decode_listed(near, stream));
-    if (!has_far(a)) return cudaSuccess;
+    if (!has_far) return cudaSuccess;
     KVC_TRY(decode_listed(far, stream));
-    kvc_merge_states_args merge = {};
-    merge.out = a.out, merge.lse = a.lse, merge.out_a = a.out, merge.out_b = far.out, merge.lse_a = a.lse;
-    merge.lse_b = far.lse, merge.dtype = a.q.dtype, merge.N = a.B * a.Hq, merge.D = a.D;
+    const kvc_merge_states_args merge = kvc_step_merge(&a, &near, &far);
     return kvc_cuda_merge_states(&merge, stream);
 }

@@ -61,7 +61,7 @@ cudaError_t launch(const kvc_rope_args& a, cudaStream_t stream) {
 extern "C" cudaError_t kvc_cuda_rope(const kvc_rope_args* args, cudaStream_t stream) {
     const kvc_rope_args& a = *args;
     if (a.B < 0 || a.H < 0 || a.T < 0 || a.D < 0 || a.rotary_dim < 0 || a.rotary_dim > a.D || a.rotary_dim % 2 ||
-        a.table_rows < 0 || !valid_dtype(a.x.dtype) || a.out.dtype != a.x.dtype)
+        a.table_rows < 0 || !dtype_known(a.x.dtype) || a.out.dtype != a.x.dtype)
         return cudaErrorInvalidValue;
     if (a.B == 0 || a.H == 0 || a.T == 0 || a.D == 0) return cudaSuccess;
     if (!a.x.data || !a.out.data) return cudaErrorInvalidValue;

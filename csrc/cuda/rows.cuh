@@ -52,8 +52,8 @@ __device__ KVC_INLINE void store_codes(const kvc_rows& rows, Place place, int64_
 }
 
 // Key and value of a step's new token as codes at `place`: as kvc_rope and kvc_quantize make them in turn.
-template <int MOST, class Args, class Place>
-__device__ inline void store_turned(const Args& a, const kvc_rows& rows, int64_t key, int64_t value, int64_t position,
+template <int MOST, class Place>
+__device__ inline void store_turned(const kvc_step& a, const kvc_rows& rows, int64_t key, int64_t value, int64_t position,
                                     Place place) {
     const int half = static_cast<int>(a.rotary_dim / 2);
     const bool inside = position >= 0 && position < a.table_rows;

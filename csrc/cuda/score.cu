@@ -246,7 +246,7 @@ __global__ __launch_bounds__(THREADS) void pool_kernel(const kvc_window_scores_a
 
 bool valid(const kvc_window_scores_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.W >= 0 && a.T >= 0 && a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
-           valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
+           scale_is_good(a.scale, a.softcap) && dtype_known(a.q.dtype) && dtype_known(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
            a.reduce >= KVC_REDUCE_MEAN && a.reduce <= KVC_REDUCE_MAX && a.pool >= KVC_POOL_AVG &&
            a.pool <= KVC_POOL_MAX && a.skip_last >= 0 && a.mask_first >= 0 && a.mask_last >= 0;
 }

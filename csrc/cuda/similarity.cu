@@ -152,9 +152,9 @@ __global__ __launch_bounds__(THREADS) void sums_kernel(const kvc_layer_similarit
 
 bool valid(const kvc_layer_similarity_args& a) {
     return a.L >= 0 && a.L <= MAX_LAYERS && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.S <= a.T && a.T <= INT32_MAX &&
-           a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) &&
+           a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM && dtype_known(a.q.dtype) && dtype_known(a.k.dtype) &&
            a.sinks >= 0 && a.sinks <= INT32_MAX && a.recent >= 0 && a.recent <= INT32_MAX && a.scale >= 0.0f &&
-           valid_scale(a.scale, a.softcap) &&
+           scale_is_good(a.scale, a.softcap) &&
            (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0);
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int STEP_THREADS = MOST_THREADS;  // of the block that begins a step: what it waits for are loads
 constexpr int STEP_WARPS = STEP_THREADS / 32, PLACE_WARPS = PLAN_THREADS / 32;
+constexpr int64_t FEW_HEADS = 128;  // which that block serves itself, a warp at a time
 
 // Whether neighbours at both addresses can be moved by one instruction.
 template <class Pair>
@@ -76,6 +77,12 @@ __device__ inline int64_t row_at(const kvc_view& x, int64_t b, int64_t h, int64_
     return b * x.stride_b + h * x.stride_h + t * x.stride_t;
 }
 
+// Vector `from` of a step's queries or keys to `to` + at, at its position.
+__device__ inline void turn_head(const kvc_step& a, const kvc_view& x, int64_t from, void* to, int64_t at, int64_t position,
+                                 int64_t neuron) {
+    rotate_head(x, from, to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, position, a.table_rows, neuron);
+}
+
 // The first `slots` slots, of so many bytes, of a page to another page, by a warp: what a row keeps of a page that it shared.
 __device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int32_t to, int64_t slots, void* pages,
                                   int64_t slot_bytes) {
@@ -110,5 +117,22 @@ __device__ inline void copy_head(const void* x, int64_t from, void* to, int64_t 
     if (dtype == KVC_F32) copy_elements(static_cast<const float*>(x) + from, static_cast<float*>(to) + at, columns);
     else copy_elements(static_cast<const bf16*>(x) + from, static_cast<bf16*>(to) + at, columns);  // any 16 bits
 }
+
+// ---- host ----
+
+// Heads that the block which begins a step serves itself: a few, and none whose codes want more registers than it has for
+// `most` elements.
+inline int64_t heads_alone(const kvc_step& a, int64_t heads, bool codes, int64_t most) {
+    return heads <= FEW_HEADS && !(codes && a.D > most) ? heads : 0;
+}
+
+// Blocks of PLAN_THREADS that place so many heads.
+inline unsigned place_blocks(int64_t heads) {
+    const int64_t blocks = ceil_div(heads, PLACE_WARPS);
+    return static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X);
+}
+
+// What a launcher says of what was checked and is not to be launched.
+inline cudaError_t error_of(kvc_status checked) { return checked == KVC_OK ? cudaSuccess : cudaErrorInvalidValue; }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "kvc.h"
+#include "../checks.h"
 #include "launch.h"
 
 struct bf16 {
@@ -188,8 +188,6 @@ __device__ inline float rounded_to(kvc_dtype dtype, float x) {
 
 // ---- host ----
 
-inline bool valid_dtype(kvc_dtype dtype) { return dtype == KVC_F32 || dtype == KVC_BF16 || dtype == KVC_F16; }
-
 // Of rows that store numbers.
 inline kvc_dtype dtype_of(const kvc_rows& rows) { return static_cast<kvc_dtype>(rows.format); }
 
@@ -198,25 +196,10 @@ __host__ __device__ inline bool stores_codes(const kvc_rows& rows) {
 }
 
 inline bool valid_format(const kvc_rows& rows, int64_t D) {
-    return valid_dtype(dtype_of(rows)) || (stores_codes(rows) && (rows.format == KVC_FORMAT_INT8 || D % 2 == 0));
-}
-
-// Whether rows of a format take new tokens of D elements of a dtype; those of codes take any.
-inline bool format_takes(const kvc_rows& rows, kvc_dtype dtype, int64_t D) {
-    return stores_codes(rows) ? valid_format(rows, D) : dtype_of(rows) == dtype;
-}
-
-// Whether rows have the arrays of their format.
-inline bool rows_there(const kvc_rows& rows) {
-    return rows.keys && rows.values && (!stores_codes(rows) || (rows.key_scales && rows.value_scales));
+    return dtype_known(dtype_of(rows)) || (stores_codes(rows) && (rows.format == KVC_FORMAT_INT8 || D % 2 == 0));
 }
 
 __host__ __device__ inline int64_t bytes_of(kvc_dtype dtype) { return dtype == KVC_F32 ? 4 : 2; }
-
-// Whether logits of this scale and softcap (0: none) are defined.
-inline bool valid_scale(float scale, float softcap) {
-    return scale - scale == 0.0f && softcap - softcap == 0.0f && softcap >= 0.0f;
-}
 
 // Whether a block of this device may have that much shared memory; 99 KB are there from sm_80 on.
 inline bool shared_fits(size_t bytes) {

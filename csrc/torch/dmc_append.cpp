@@ -1,4 +1,5 @@
 #include "dmc_append.h"
+#include "rows.h"
 
 namespace {
 
@@ -34,10 +35,9 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
                  const std::optional<Tensor>& given_sin, const std::optional<Tensor>& given_positions,
                  const std::optional<Tensor>& given_counts, int64_t neuron, int64_t window,
                  std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
-    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
-                                 {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts});
-    changed.add("key_scales", key_scales);
-    changed.add("value_scales", value_scales);
+    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
+                                       {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts}, key_scales,
+                                       value_scales);
     const Tensor keys = changed.apart(given_keys), values = changed.apart(given_values);
     const Tensor alpha = changed.apart(given_alpha), omega = changed.apart(given_omega);
     const std::optional<Tensor> cos = changed.apart(given_cos), sin = changed.apart(given_sin);
@@ -48,13 +48,24 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
     check_array(alpha, block_table, ScalarType::Float, {B, Hkv, S}, "alpha");
     check_array(omega, block_table, ScalarType::Float, {B, Hkv, S}, "omega");
     const kvc_rows rows = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), keys.size(3));
-    kvc_dmc_append_args args = append_of(rows, k_pages, table_of(block_table, lengths, refs, free_pages, free_count,
-                                         k_pages.size(1)), block_table, tail_keys, tail_values, tail_weights, tail_counts,
-                                         keys, values, rotation_of(cos, sin, block_table), neuron, window);
-    args.alpha = static_cast<const float*>(alpha.const_data_ptr());
-    args.omega = static_cast<const float*>(omega.const_data_ptr());
-    args.positions = int_array(positions, block_table, {B, S}, "positions");
-    args.counts = int_array(counts, block_table, {R}, "counts");
+    const kvc_page_table table = table_of(block_table, lengths, refs, free_pages, free_count, k_pages.size(1));
+    const int64_t D = k_pages.size(2);
+    const Tensor& numbers = rows.key_scales ? keys : k_pages;  // rows of codes take new tokens of any dtype
+    const tail_arrays tail = tail_of(tail_keys, tail_values, tail_weights, tail_counts, block_table, R, window, D);
+    const rotation turns = rotation_of(cos, sin, block_table);
+    KVC_CHECK(B * Hkv == R, "keys must be of ", R, " rows, got ", B * Hkv);
+    kvc_dmc_append_args args = {
+        .table = table, .rows = rows,
+        .k = tokens_of(keys, numbers, k_pages, B, Hkv, S, "keys"), .v = tokens_of(values, numbers, k_pages, B, Hkv, S, "values"),
+        .tail_k = tail.k, .tail_v = tail.v, .tail_w = tail.w, .tail_counts = tail.counts,
+        .alpha = static_cast<const float*>(alpha.const_data_ptr()), .omega = static_cast<const float*>(omega.const_data_ptr()),
+        .cos = turns.cos, .sin = turns.sin,
+        .positions = int_array(positions, block_table, {B, S}, "positions"),
+        .counts = int_array(counts, block_table, {R}, "counts"),
+        .scratch = nullptr,
+        .B = B, .Hkv = Hkv, .S = S, .D = D, .rotary_dim = turns.dim, .table_rows = turns.rows,
+        .neuron = neuron, .window = window,
+    };
     const int64_t pieces = (S + KVC_DMC_PIECE - 1) / KVC_DMC_PIECE;
     Tensor scratch = torch::stable::new_empty(block_table, {R * (3 + pieces) + 1}, ScalarType::Int);
     args.scratch = ints(scratch);

@@ -22,10 +22,13 @@ inline kvc_page_table table_of(const Tensor& block_table, const Tensor& lengths,
 
 // The table's arrays, which ops change, and some others.
 inline Changed changed_of(const Tensor& block_table, const Tensor& lengths, const Tensor& refs,
-                          const Tensor& free_pages, const Tensor& free_count, const std::vector<Tensor>& arrays) {
+                          const Tensor& free_pages, const Tensor& free_count, const std::vector<Tensor>& arrays,
+                          const std::optional<Tensor>& key_scales = {}, const std::optional<Tensor>& value_scales = {}) {
     Changed changed = {{"block_table", &block_table}, {"lengths", &lengths}, {"refs", &refs},
                        {"free_pages", &free_pages}, {"free_count", &free_count}};
     for (const Tensor& array : arrays) changed.add("arrays", array);
+    changed.add("key_scales", key_scales);
+    changed.add("value_scales", value_scales);
     return changed;
 }
 
@@ -64,11 +67,6 @@ inline kvc_view tokens_of(const Tensor& x, const Tensor& numbers, const Tensor& 
     KVC_CHECK(x.size(0) == B && x.size(1) == Hkv && x.size(2) == S && x.size(3) == pages.size(2), name,
               " must be [B, Hkv, S, D] with the pages' D");
     return view_of(x, name);
-}
-
-// In the pages' dtype.
-inline kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S, const char* name) {
-    return tokens_of(x, pages, pages, B, Hkv, S, name);
 }
 
 // Tables of cosines and sines, [rows, dim/2]; dim 0 without.

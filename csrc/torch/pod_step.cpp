@@ -1,27 +1,24 @@
-#include "page_table.h"
-#include "rows.h"
+#include "step.h"
 
 namespace {
 
 void explain(const kvc_pod_step_args& args) {
     const char* op = "pod_step_";
-    find_outside(op, "places", args.places, args.B, 0, args.rotary_dim ? args.table_rows - 1 : INT32_MAX - 1,
-                 args.rotary_dim ? "last row of cos and sin" : "most that int32 counts");
-    for (const auto& [name, table] : {std::pair{op, &args.keys}, std::pair{"pod_step_: value_table", &args.values}}) {
-        explain_table(name, *table);
-        for (int64_t r = 0; r < table->R; r++) explain_pages(name, *table, r, 0);
-        explain_append(name, *table, nullptr, 1);
-    }
+    const kvc_step& step = args.step;
+    find_outside(op, "places", args.places, step.B, 0, step.rotary_dim ? step.table_rows - 1 : INT32_MAX - 1,
+                 step.rotary_dim ? "last row of cos and sin" : "most that int32 counts");
+    explain_rows(op, step.table, 1);
+    explain_rows("pod_step_: value_table", args.values, 1);
     const bool counted = args.far == KVC_FAR_SHARED || (args.far == KVC_FAR_OWN && args.probabilities);
-    for (int64_t r = 0; r < args.keys.R; r++) {
+    for (int64_t r = 0; r < step.table.R; r++) {
         const int64_t all = args.values.lengths[r] + static_cast<int64_t>(1), P = args.values.P;
         const int64_t begin = args.sinks < all ? args.sinks : all, end = all - args.recent > begin ? all - args.recent : begin;
         KVC_CHECK(!counted || end - begin <= args.columns, op, ": probabilities must have a column for each of ",
                   end - begin, " distant tokens of row ", r, ", got ", args.columns);
-        KVC_CHECK(args.far != KVC_FAR_OWN || end <= args.keys.lengths[r] + static_cast<int64_t>(1), op,
+        KVC_CHECK(args.far != KVC_FAR_OWN || end <= step.table.lengths[r] + static_cast<int64_t>(1), op,
                   ": lengths must be at least ", end - 1, " for the distant keys of row ", r, ", got ",
-                  args.keys.lengths[r]);
-        const int64_t held = args.keys.lengths[r] + static_cast<int64_t>(1), near = held > args.recent ? held - args.recent : 0;
+                  step.table.lengths[r]);
+        const int64_t held = step.table.lengths[r] + static_cast<int64_t>(1), near = held > args.recent ? held - args.recent : 0;
         for (int64_t t = 0; t < held; t = t / P * P + P) {  // a key of each page
             const bool sees = t < (args.sinks < near ? args.sinks : near) || t / P >= near / P;
             const int64_t moved = args.moved && t / P >= args.first ? args.moved[r] : 0, place = t / P + moved;
@@ -39,7 +36,7 @@ void explain(const kvc_pod_step_args& args) {
 
 // far: of kvc_far. probabilities, far_lse: written if the layer leads (OWN), read if it follows (SHARED).
 std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
-    const Tensor& given_queries, const Tensor& given_keys, const Tensor& given_values, Tensor k_pages, Tensor v_pages,
+    const Tensor& queries, const Tensor& keys, const Tensor& values, Tensor k_pages, Tensor v_pages,
     Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages, Tensor free_count, Tensor value_table,
     Tensor value_lengths, Tensor value_refs, Tensor value_free_pages, Tensor value_free_count, Tensor places,
     const std::optional<Tensor>& moved, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t sinks,
@@ -48,59 +45,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
     const std::optional<Tensor>& lead_table, double scale, const std::optional<Tensor>& sink_logits, double softcap,
     double threshold, std::optional<Tensor> key_scales, std::optional<Tensor> value_scales,
     const std::optional<Tensor>& lead_key_scales) {
-    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages, places});
+    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages, places},
+                                 key_scales, value_scales);
     for (const auto& [x, name] : {std::pair{&value_table, "value_table"}, std::pair{&value_lengths, "value_lengths"},
                                   std::pair{&value_refs, "value_refs"}, std::pair{&value_free_pages, "value_free_pages"},
                                   std::pair{&value_free_count, "value_free_count"}}) {
         changed.add(name, *x);
     }
-    changed.add("key_scales", key_scales);
-    changed.add("value_scales", value_scales);
-    const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
-    const Tensor values = changed.apart(given_values);
-    const kvc_view q = view_of(queries, "queries");
-    const int64_t B = queries.size(0), Hq = queries.size(1), D = queries.size(3), R = block_table.size(0);
-    KVC_CHECK(k_pages.dim() == 3 && keys.dim() == 4, "k_pages must be [pages, P, D] and keys [B, Hkv, 1, D]");
-    const int64_t Hkv = keys.size(1), P = k_pages.size(1);
-    check_device(queries, block_table, "queries");
-    KVC_CHECK(queries.size(2) == 1 && keys.size(2) == 1, "queries and keys must be of one token");
-    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
-    KVC_CHECK(R == B * Hkv && (R == 0 || Hq % Hkv == 0), "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
-    KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
-              static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
-    KVC_CHECK(P > 0 && (P & (P - 1)) == 0, "k_pages must have a page size that is a power of two, got ", P);
+    Step step(changed, block_table, "block_table", queries, keys, values, cos, sin, scale, sink_logits, softcap);
+    const int64_t B = step.frame.B, Hq = step.frame.Hq, D = step.frame.D, R = block_table.size(0), P = page_size_of(k_pages);
     KVC_CHECK(far >= KVC_FAR_NONE && far <= KVC_FAR_SHARED, "far must be between 0 and 3, got ", far);
     KVC_CHECK(sinks >= 0 && recent >= 1 && first >= 0, "sinks and first must be at least 0 and recent at least 1, got ",
               sinks, ", ", first, " and ", recent);
-    const kvc_rows stored = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0),
-                                            value_refs.size(0), D);
-    // rows of codes take new tokens of any dtype, keys and values of one
-    const Tensor& numbers = stored.key_scales ? keys : k_pages;
     check_array(value_table, block_table, ScalarType::Int, {R, -1}, "value_table");
-    check_array(places, block_table, ScalarType::Int, {B, 1}, "places");
-    const rotation turns = rotation_of(cos, sin, block_table);
-    Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D}), turned = torch::stable::new_empty(queries, {B, Hq, 1, D});
-    Tensor lse = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Float);
-    Tensor skipped = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Byte);
+    step.keep(k_pages, v_pages, key_scales, value_scales, table_of(block_table, lengths, refs, free_pages, free_count, P),
+              block_table, value_refs.size(0));
+    step.take(step.frame.rows, k_pages, *step.keys);
+    const Tensor turned = torch::stable::new_empty(queries, {B, Hq, 1, D});
+    const Tensor skipped = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Byte);
     kvc_pod_step_args args = {};
-    args.out = out.mutable_data_ptr();
-    args.turned = turned.mutable_data_ptr();
-    args.lse = static_cast<float*>(lse.mutable_data_ptr());
-    args.q = q;
-    args.k = tokens_of(keys, numbers, k_pages, B, Hkv, 1, "keys");
-    args.v = tokens_of(values, numbers, k_pages, B, Hkv, 1, "values");
-    args.rows = stored;
-    args.keys = table_of(block_table, lengths, refs, free_pages, free_count, P);
+    args.step = step.frame, args.turned = turned.mutable_data_ptr();
     args.values = table_of(value_table, value_lengths, value_refs, value_free_pages, value_free_count, P);
-    args.places = ints(places);
-    args.moved = int_array(moved, block_table, {R}, "moved");
-    args.cos = turns.cos, args.sin = turns.sin, args.rotary_dim = turns.dim, args.table_rows = turns.rows;
-    args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D;
-    args.sinks = sinks, args.recent = recent, args.first = first;
-    args.scale = static_cast<float>(scale);
-    args.softcap = static_cast<float>(softcap);
-    args.sink_logits = sinks_array(sink_logits, queries, Hq);
-    args.far = static_cast<kvc_far>(far);
+    args.places = step.places(places), args.moved = int_array(moved, block_table, {R}, "moved");
+    args.sinks = sinks, args.recent = recent, args.first = first, args.far = static_cast<kvc_far>(far);
     args.threshold = static_cast<float>(threshold);
     args.skipped = static_cast<uint8_t*>(skipped.mutable_data_ptr());
     static float nothing;  // there is no column: a row that has distant tokens is refused
@@ -132,7 +99,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
         check_array(*lead_k_pages, queries, k_pages.scalar_type(), {-1, P, D}, "lead_k_pages");
         args.lead_q = view_of(*lead_queries, "lead_queries");
         args.lead_keys = lead_k_pages->const_data_ptr();
-        KVC_CHECK(lead_key_scales.has_value() == (stored.key_scales != nullptr),
+        KVC_CHECK(lead_key_scales.has_value() == key_scales.has_value(),
                   "lead_key_scales must be given where key_scales are, and else not");
         if (lead_key_scales.has_value()) {
             check_array(*lead_key_scales, queries, ScalarType::Half, {lead_k_pages->size(0), P}, "lead_key_scales");
@@ -141,11 +108,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
         args.lead_table = int_array(lead_table, queries, {R, -1}, "lead_table");
         args.lead_pages = lead_k_pages->size(0), args.lead_blocks = lead_table->size(1);
     }
-    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, pod_step, &args));
-    args.scratch = scratch.mutable_data_ptr();
-    run("pod_step_", queries, [&] { return kvc_pod_step(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_pod_step(&args, stream)), [&] { explain(args); });
-    return {out, turned, lse, skipped};
+    KVC_RUN_STEP(pod_step, step.queries, args);
+    return {step.out, turned, step.lse, skipped};
 }
 
 }  // namespace

@@ -1,42 +1,35 @@
-#include "page_table.h"
-#include "rows.h"
+#include "step.h"
 
 namespace {
 
 void explain(const kvc_ring_step_args& args) {
     const char* op = "ring_step_";
-    const kvc_page_table& table = args.table;
+    const kvc_step& step = args.step;
     const int64_t full = args.sinks + args.window;
-    find_outside(op, "places", args.places, args.B, 0, INT32_MAX - 1, "most that int32 counts");
-    for (int64_t b = 0; b < args.B; b++) {
+    find_outside(op, "places", args.places, step.B, 0, INT32_MAX - 1, "most that int32 counts");
+    for (int64_t b = 0; b < step.B; b++) {
         const int64_t t = args.places[b], slots = args.chunked ? t % args.window + 1 : t < full ? t + 1 : full;
         KVC_CHECK(slots <= args.capacity, op, ": k_ring must have room for ", slots, " slots, got ", args.capacity,
                   " for place ", t, " of sequence ", b);
-        const int64_t position = t - (args.base ? args.base[b] : 0);
-        KVC_CHECK(!args.rotary_dim || (position >= 0 && position < args.table_rows), op,
-                  ": positions (places - base) must be between 0 and ", args.table_rows - 1,
-                  " (last row of cos and sin), got ", position, " in sequence ", b);
+        explain_positions(op, "places - base", step, t - (args.base ? args.base[b] : 0), "sequence", b);
     }
     const int64_t rows = args.far.keys ? args.window + 1 : full;
-    KVC_CHECK(!args.sinks || !args.rotary_dim || rows <= args.table_rows, op, ": cos and sin must have ", rows,
-              " rows for the queries of the sinks, got ", args.table_rows);
-    if (!table.R) return;
-    explain_table(op, table);
-    for (int64_t r = 0; r < table.R; r++) explain_pages(op, table, r, 0);
-    explain_append(op, table, nullptr, 1);
+    KVC_CHECK(!args.sinks || !step.rotary_dim || rows <= step.table_rows, op, ": cos and sin must have ", rows,
+              " rows for the queries of the sinks, got ", step.table_rows);
+    if (step.table.R) explain_rows(op, step.table, 1);
 }
 
-std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor& given_keys, const Tensor& given_values,
-                                      Tensor k_ring, Tensor v_ring, Tensor places, std::optional<Tensor> k_far,
+std::tuple<Tensor, Tensor> ring_step_(const Tensor& queries, const Tensor& keys, const Tensor& values, Tensor k_ring,
+                                      Tensor v_ring, Tensor places, std::optional<Tensor> k_far,
                                       std::optional<Tensor> v_far, std::optional<Tensor> marks,
                                       std::optional<Tensor> k_pages, std::optional<Tensor> v_pages,
                                       std::optional<Tensor> block_table, std::optional<Tensor> lengths,
                                       std::optional<Tensor> refs, std::optional<Tensor> free_pages,
                                       std::optional<Tensor> free_count, const std::optional<Tensor>& given_base,
-                                      const std::optional<Tensor>& given_alpha, const std::optional<Tensor>& given_cos,
-                                      const std::optional<Tensor>& given_sin, int64_t window, int64_t sinks,
-                                      bool chunked, bool own, int64_t neuron, double factor, double shift,
-                                      double margin, double scale, const std::optional<Tensor>& sink_logits, double softcap,
+                                      const std::optional<Tensor>& given_alpha, const std::optional<Tensor>& cos,
+                                      const std::optional<Tensor>& sin, int64_t window, int64_t sinks, bool chunked, bool own,
+                                      int64_t neuron, double factor, double shift, double margin, double scale,
+                                      const std::optional<Tensor>& sink_logits, double softcap,
                                       std::optional<Tensor> key_scales, std::optional<Tensor> value_scales,
                                       std::optional<Tensor> k_ring_scales, std::optional<Tensor> v_ring_scales,
                                       std::optional<Tensor> k_far_scales, std::optional<Tensor> v_far_scales) {
@@ -50,90 +43,55 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
                                   {"v_far_scales", &v_far_scales}}) {
         changed.add(name, *x);
     }
-    const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
-    const Tensor values = changed.apart(given_values);
+    Step step(changed, k_ring, "k_ring", queries, keys, values, cos, sin, scale, sink_logits, softcap);
     const std::optional<Tensor> base = changed.apart(given_base), alpha = changed.apart(given_alpha);
-    const std::optional<Tensor> cos = changed.apart(given_cos), sin = changed.apart(given_sin);
-    KVC_CHECK(keys.dim() == 4 && k_ring.dim() == 3, "keys must be [B, Hkv, 1, D] and k_ring [R, capacity, D]");
-    const kvc_view q = view_of(queries, "queries");
-    const int64_t B = queries.size(0), Hq = queries.size(1), D = queries.size(3), Hkv = keys.size(1), R = B * Hkv;
-    check_device(queries, k_ring, "queries");
-    KVC_CHECK(queries.size(2) == 1, "queries must be of one token, got ", queries.size(2));
-    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
-    KVC_CHECK(Hkv ? Hq % Hkv == 0 : Hq == 0, "queries must have a multiple of ", Hkv, " heads, got ", Hq);
-    KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
-              static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
+    const int64_t B = step.frame.B, R = k_ring.size(0), D = step.frame.D;
     KVC_CHECK(window >= 1 && window <= INT32_MAX && sinks >= 0 && sinks <= INT32_MAX - window,
               "window must be at least 1 and sinks at least 0, got ", window, " and ", sinks);
     const kvc_rows ring = changed_rows_of(k_ring, v_ring, k_ring_scales, v_ring_scales, k_ring, R, R, D);
-    const Tensor& numbers = ring.key_scales ? keys : k_ring;
+    step.take(ring, k_ring, *step.keys);
     const int64_t capacity = k_ring.size(1);
     KVC_CHECK(capacity <= sinks + window, "k_ring must have at most ", sinks + window, " slots, got ", capacity);
     KVC_CHECK(!ring.key_scales || !(block_table.has_value() || neuron >= 0), "k_ring of codes comes without pages and neuron");
-    check_array(places, k_ring, ScalarType::Int, {B, 1}, "places");
     KVC_CHECK(k_far.has_value() == v_far.has_value(), "k_far and v_far must come together");
     KVC_CHECK(!(sinks && (chunked || block_table.has_value())), "sinks must be 0 with chunks or pages, got ", sinks);
     KVC_CHECK(!(chunked && block_table.has_value()), "chunked must be False with pages, got True");
     KVC_CHECK(neuron >= -1 && neuron < D, "neuron must be between -1 and ", D - 1, ", got ", neuron);
     KVC_CHECK(!marks.has_value() || alpha.has_value() || neuron >= 0, "marks need alpha or a neuron");
     if (marks.has_value()) check_array(*marks, k_ring, ScalarType::Bool, {R, capacity}, "marks");
-    if (alpha.has_value()) check_array(*alpha, k_ring, ScalarType::Float, {B, Hkv, 1}, "alpha");
     kvc_rows far = {};
     KVC_CHECK(k_far.has_value() || !(k_far_scales.has_value() || v_far_scales.has_value()), "k_far_scales need k_far");
     if (sinks && k_far.has_value()) {
         far = changed_rows_of(*k_far, *v_far, k_far_scales, v_far_scales, k_ring, R, R, D);
         KVC_CHECK(far.format == ring.format && k_far->size(1) == sinks, "k_far must be [R, sinks, D] as k_ring is stored");
     }
-    kvc_page_table table = {};
-    kvc_rows stored = {};
-    table.P = 1;
     KVC_CHECK(block_table.has_value() || !(lengths.has_value() || refs.has_value() || free_pages.has_value() ||
                                            free_count.has_value() || k_pages.has_value() || v_pages.has_value() ||
                                            key_scales.has_value() || value_scales.has_value()),
               "block_table must come with the rest of a table, k_pages and v_pages");
     if (block_table.has_value()) {
-        KVC_CHECK(lengths && refs && free_pages && free_count && k_pages && v_pages && marks && k_pages->dim() == 3,
+        KVC_CHECK(lengths && refs && free_pages && free_count && k_pages && v_pages && marks,
                   "block_table must come with the rest of a table, k_pages, v_pages and marks");
-        const int64_t P = k_pages->size(1);
-        KVC_CHECK(P > 0 && (P & (P - 1)) == 0, "k_pages must have a page size that is a power of two, got ", P);
         check_device(*block_table, k_ring, "block_table");
-        table = table_of(*block_table, *lengths, *refs, *free_pages, *free_count, P);
+        const kvc_page_table table = table_of(*block_table, *lengths, *refs, *free_pages, *free_count, page_size_of(*k_pages));
         KVC_CHECK(table.R == R, "block_table must have ", R, " rows, got ", table.R);
-        stored = changed_rows_of(*k_pages, *v_pages, key_scales, value_scales, k_ring, table.pages, table.pages, D);
-        KVC_CHECK(stored.key_scales || k_pages->scalar_type() == k_ring.scalar_type(), "k_pages must have the dtype of k_ring");
+        step.keep(*k_pages, *v_pages, key_scales, value_scales, table, k_ring, table.pages);
+        KVC_CHECK(key_scales || k_pages->scalar_type() == k_ring.scalar_type(), "k_pages must have the dtype of k_ring");
     }
-    const rotation turns = rotation_of(cos, sin, k_ring);
-    Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D});
-    Tensor lse = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Float);
     kvc_ring_step_args args = {
-        .out = out.mutable_data_ptr(),
-        .lse = static_cast<float*>(lse.mutable_data_ptr()),
-        .q = q,
-        .k = tokens_of(keys, numbers, k_ring, B, Hkv, 1, "keys"),
-        .v = tokens_of(values, numbers, k_ring, B, Hkv, 1, "values"),
-        .ring = ring, .far = far, .rows = stored,
-        .table = table,
-        .places = ints(places),
+        .step = step.frame, .ring = ring, .far = far,
+        .places = step.places(places),
         .base = int_array(base, k_ring, {B, 1}, "base"),
         .marks = marks.has_value() ? static_cast<uint8_t*>(marks->mutable_data_ptr()) : nullptr,
-        .alpha = alpha.has_value() ? static_cast<const float*>(alpha->const_data_ptr()) : nullptr,
-        .cos = turns.cos, .sin = turns.sin,
-        .scratch = nullptr,
-        .B = B, .Hq = Hq, .Hkv = Hkv, .D = D, .capacity = capacity, .window = window, .sinks = sinks,
-        .neuron = neuron, .rotary_dim = turns.dim, .table_rows = turns.rows,
+        .alpha = step.gates(alpha, "alpha"),
+        .capacity = capacity, .window = window, .sinks = sinks, .neuron = neuron,
         .chunked = chunked, .own = own,
-        .scale = static_cast<float>(scale),
-        .softcap = static_cast<float>(softcap),
-        .sink_logits = sinks_array(sink_logits, queries, Hq),
         .decision_scale = static_cast<float>(factor),
         .decision_shift = static_cast<float>(shift),
         .decision_margin = static_cast<float>(margin),
     };
-    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, ring_step, &args));
-    args.scratch = scratch.mutable_data_ptr();
-    run("ring_step_", queries, [&] { return kvc_ring_step(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_ring_step(&args, stream)), [&] { explain(args); });
-    return {out, lse};
+    KVC_RUN_STEP(ring_step, step.queries, args);
+    return {step.out, step.lse};
 }
 
 }  // namespace

@@ -5,25 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import (
-    dense,
-    dense_last,
-    need,
-    need_device,
-    need_float,
-    need_int32,
-    need_parts,
-    need_scale,
-    need_sink_logits,
-    need_softcap,
-    need_tables,
-)
-from .explained import explained_by, need_one_device
-from .native import MAX_HEAD_DIM, native
-from .no_gradient import without_gradient
-from .pages import PageTable, need_page_size, need_rows, need_table
-
-NO_STEP_GRADIENT = "{} has no gradient: it is for generation; use torch.no_grad(), or train without a cache"
+from ..checks import dense, need_device, need_int32
+from .explained import explained_by
+from .native import native
+from .pages import PageTable
+from .step import NO_STEP_GRADIENT, need_paged_step, run_step, step_results
 
 NO_GRADIENT = NO_STEP_GRADIENT.format("paged_step_")
 
@@ -33,18 +19,12 @@ def _check(
     shift: Tensor | None = None, begin: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    need_table(table)
-    coded = key_scales is not None or value_scales is not None
-    need_step(queries, k_pages, table, coded)
-    (B, _, S, D), R = queries.shape, table.block_table.shape[0]
-    Hkv, device = R // B if B else 0, table.refs.device
-    dtype = need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D)
-    need_parts(device, ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)))
-    need_int32("shift", shift, (R,))
-    need_int32("begin", begin, (R,))
+    B, Hkv, _ = need_paged_step(
+        queries, keys, values, k_pages, v_pages, table, key_scales, value_scales, cos, sin, one=False
+    )
+    need_int32("shift", shift, (B * Hkv,))
+    need_int32("begin", begin, (B * Hkv,))
     need_device(table.refs, shift=shift, begin=begin)
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, table.refs.device)
 
 
 @explained_by(_check)
@@ -82,29 +62,12 @@ def paged_step_(
     changed then; on CUDA free_count[1] grows where pages or columns run out or a page does not exist, and a position
     outside gives NaN); NotImplementedError if a backward pass comes here.
     """
-    B, Hq, _, D = queries.shape
-    need(B > 0, "queries must be of at least one sequence, got 0")
-    return without_gradient(
-        NO_GRADIENT, (queries, keys, values), native.paged_step_, dense_last(queries), dense_last(keys),
-        dense_last(values), k_pages, v_pages, *table, dense(shift), dense(begin), dense(cos),
-        dense(sin), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+    out, lse = run_step(
+        NO_GRADIENT, native.paged_step_, queries, keys, values,
+        (k_pages, v_pages, *table, dense(shift), dense(begin)), cos, sin, (), scale, softcap, sink_logits,
         key_scales, value_scales,
     )  # fmt: skip
+    return out, lse
 
 
-def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = False) -> None:
-    """Queries that the rows of a table belong to, and pages as need_page_size wants them."""
-    need_page_size(k_pages, coded)
-    need_float("queries", queries, 4, "[B, Hq, S, D]")
-    B, Hq, _, D = queries.shape
-    R = table.block_table.shape[0]
-    if B == 0 or R == 0 or R % B or Hq == 0 or Hq % (R // B):
-        raise ValueError(f"block_table must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
-    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need_device(table.refs, queries=queries)
-
-
-@torch.library.register_fake("kvcompress::paged_step_")
-def _(queries, *rest):  # type: ignore[no-untyped-def]
-    need_one_device(queries, *rest)
-    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+torch.library.register_fake("kvcompress::paged_step_", step_results)

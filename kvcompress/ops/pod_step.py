@@ -7,28 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import (
-    dense,
-    dense_last,
-    need,
-    need_float,
-    need_integer,
-    need_number,
-    need_parts,
-    need_scale,
-    need_sink_logits,
-    need_softcap,
-    need_tables,
-    need_tensor,
-)
+from ..checks import dense, dense_last, need, need_float, need_integer, need_number, need_parts, need_tensor
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
-from .explained import explained_by, need_one_device
+from .explained import explained_by
 from .native import native
-from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_step
-from .pages import PageTable, need_rows, need_table
+from .pages import PageTable, need_table
 from .quantize import need_scales
+from .step import NO_STEP_GRADIENT, need_paged_step, need_places, run_step, step_results
 
 
 class Lead(NamedTuple):
@@ -62,24 +48,17 @@ def _check(
     lead: Lead | None = None, tau: float | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    need_table(table)
     need_table(value_table, "value_table")
     coded = key_scales is not None or value_scales is not None
-    need_step(queries, k_pages, table, coded)
-    (B, Hq, S, D), R, P = queries.shape, table.block_table.shape[0], k_pages.shape[1]
-    need(S == 1, f"queries must be of one token, got {S}")
-    Hkv, device = R // B, table.refs.device
-    dtype = need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D, value_table)
-    need_parts(
-        device, ("keys", keys, dtype, (B, Hkv, 1, D)),
-        ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
-        ("value_table.block_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
-    )  # fmt: skip
-    need(places.is_contiguous(), "places must be contiguous")
+    B, Hkv, D = need_paged_step(
+        queries, keys, values, k_pages, v_pages, table, key_scales, value_scales, cos, sin, value_table=value_table
+    )
+    Hq, R, P, device = queries.shape[1], B * Hkv, k_pages.shape[1], table.refs.device
+    need_places(places, B, device)
+    lines = (R, value_table.block_table.shape[1])
+    need_parts(device, ("value_table.block_table", value_table.block_table, torch.int32, lines))
     if moved is not None:
         need_parts(device, ("moved", moved, torch.int32, (R,)))
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, table.refs.device)
     for name, number, least in (("sinks", sinks, 0), ("recent", recent, 1), ("first", first, 0)):
         need_integer(name, number, least)
     if far not in FAR:
@@ -171,28 +150,21 @@ def pod_step_(
     """
     if tau is not None:
         need_number("tau", tau, 0, 1)
-    B, Hq, _, D = queries.shape
-    need(B > 0, "queries must be of at least one sequence, got 0")
     q, k_lead, t_lead, scales_lead = (None, None, None, None) if lead is None else lead
     if far != "own":  # what is read may lie anyhow; what is written lies where the caller looks for it
         probabilities = None if probabilities is None else dense_last(probabilities)
         far_lse = dense(far_lse)
-    out, turned, lse, skipped = without_gradient(
-        NO_GRADIENT, (queries, keys, values), native.pod_step_, dense_last(queries),
-        dense_last(keys), dense_last(values), k_pages, v_pages, *table, *value_table, places, dense(moved), dense(cos),
-        dense(sin), sinks, recent, first, FAR.index(far), probabilities, far_lse,
-        None if q is None else dense_last(q), k_lead, dense(t_lead), need_scale(scale, D),
-        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), gate_threshold(tau),
-        key_scales, value_scales, scales_lead,
+    out, turned, lse, skipped = run_step(
+        NO_GRADIENT, native.pod_step_, queries, keys, values,
+        (k_pages, v_pages, *table, *value_table, places, dense(moved)), cos, sin,
+        (sinks, recent, first, FAR.index(far), probabilities, far_lse, None if q is None else dense_last(q), k_lead,
+         dense(t_lead)),
+        scale, softcap, sink_logits, gate_threshold(tau), key_scales, value_scales, scales_lead,
     )  # fmt: skip
     return PodStep(out, turned, lse, skipped.bool() if far == "shared" else skipped)
 
 
 @torch.library.register_fake("kvcompress::pod_step_")
 def _(queries, *rest):  # type: ignore[no-untyped-def]
-    need_one_device(queries, *rest)
-    heads = queries.shape[:3]
-    return (
-        queries.new_empty(queries.shape), queries.new_empty(queries.shape),
-        queries.new_empty(heads, dtype=torch.float32), queries.new_empty(heads, dtype=torch.uint8),
-    )  # fmt: skip
+    out, lse = step_results(queries, *rest)
+    return out, torch.empty_like(out), lse, lse.new_empty(lse.shape, dtype=torch.uint8)

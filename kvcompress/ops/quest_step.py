@@ -7,23 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import (
-    dense,
-    dense_last,
-    need,
-    need_float,
-    need_integer,
-    need_parts,
-    need_scale,
-    need_sink_logits,
-    need_softcap,
-    need_tables,
-)
-from .explained import explained_by, need_one_device
+from ..checks import need, need_float, need_integer, need_parts
+from .explained import explained_by
 from .native import native
-from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_step
-from .pages import PageTable, need_stored, need_table
+from .pages import PageTable, need_stored
+from .step import NO_STEP_GRADIENT, need_paged_queries, need_rotation, need_tokens, run_step, step_results
 
 
 class QuestStep(NamedTuple):
@@ -43,13 +31,10 @@ def _check(
     table: PageTable, *, pages_read: int, cos: Tensor | None = None, sin: Tensor | None = None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    need_table(table)
     coded = key_scales is not None or value_scales is not None
-    need_step(queries, k_pages, table, coded)
-    (B, _, S, D), (R, blocks), dtype = queries.shape, table.block_table.shape, k_pages.dtype
-    need(S == 1, f"queries must be of one token, got {S}")
+    B, Hkv, _, D = need_paged_queries(queries, k_pages, table, coded)
+    (R, blocks), dtype, device = table.block_table.shape, k_pages.dtype, table.refs.device
     need_integer("pages_read", pages_read, 1)
-    device = table.refs.device
     need_stored(table, k_pages, v_pages, key_scales, value_scales, D, dtype)
     if coded:
         need_float("ranges", ranges, 3, "[R, N, 2D]")
@@ -61,10 +46,8 @@ def _check(
         given = [name for name, x in (("keys", keys), ("values", values), ("cos", cos), ("sin", sin)) if x is not None]
         need(not given, f"keys and values must be given together, and with cos and sin; got {', '.join(given)} alone")
     else:
-        token = (B, R // B, 1, D)
-        need_parts(device, ("keys", keys, dtype, token), ("values", values, dtype, token))
-        if cos is not None or sin is not None:
-            need_tables(cos, sin, D, device)
+        need_tokens(keys, values, dtype, (B, Hkv, 1, D), device)
+        need_rotation(cos, sin, D, device)
 
 
 @explained_by(_check)
@@ -105,22 +88,14 @@ def quest_step_(
     changed then; on CUDA free_count[1] grows where pages or columns run out or a page does not exist, and a position
     outside gives NaN); NotImplementedError if a backward pass comes here. Source: Quest, section 3.
     """
-    B, Hq, _, D = queries.shape
-    need(B > 0, "queries must be of at least one sequence, got 0")
-    new = [] if keys is None or values is None else [dense_last(keys), dense_last(values)]
-    found = without_gradient(
-        NO_GRADIENT, (queries, *new), native.quest_step_, dense_last(queries), *(new or (keys, values)), k_pages,
-        v_pages, ranges, *table, pages_read, dense(cos), dense(sin), need_scale(scale, D),
-        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales, value_scales,
+    found = run_step(
+        NO_GRADIENT, native.quest_step_, queries, keys, values, (k_pages, v_pages, ranges, *table, pages_read), cos,
+        sin, (), scale, softcap, sink_logits, key_scales, value_scales,
     )  # fmt: skip
     return QuestStep(*found)
 
 
 @torch.library.register_fake("kvcompress::quest_step_")
 def _(queries, keys, values, k_pages, v_pages, ranges, block_table, *rest):  # type: ignore[no-untyped-def]
-    need_one_device(queries, keys, values, k_pages, v_pages, ranges, block_table, *rest)
-    rows, blocks = block_table.shape
-    return (
-        queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32),
-        block_table.new_empty(rows, min(rest[4], blocks)),
-    )  # fmt: skip
+    found = step_results(queries, keys, values, k_pages, v_pages, ranges, block_table, *rest)
+    return *found, block_table.new_empty(block_table.shape[0], min(rest[4], block_table.shape[1]))

@@ -5,29 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import (
-    MOST_INT32,
-    dense,
-    dense_last,
-    need,
-    need_device,
-    need_float,
-    need_integer,
-    need_number,
-    need_parts,
-    need_scale,
-    need_sink_logits,
-    need_softcap,
-    need_tables,
-)
+from ..checks import MOST_INT32, dense, need, need_device, need_float, need_integer, need_number, need_parts
 from .dmc_accumulate import need_neuron
 from .dmc_gates import LARGEST
-from .explained import explained_by, need_one_device
-from .native import MAX_HEAD_DIM, native
-from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT
+from .explained import explained_by
+from .native import native
 from .pages import PageTable, need_page_size, need_stored, need_table
 from .quantize import need_pages
+from .step import NO_STEP_GRADIENT, need_places, need_queries, need_rotation, need_tokens, run_step, step_results
 
 NO_TABLE = (None,) * len(PageTable._fields)
 
@@ -46,17 +31,11 @@ def _check(
     coded = k_ring_scales is not None or v_ring_scales is not None
     if not coded or not isinstance(k_ring, Tensor) or k_ring.ndim != 3:
         need_float("k_ring", k_ring, 3, "[R, capacity, D]")
-    need_float("queries", queries, 4, "[B, Hq, 1, D]")
-    (B, Hq, S, D), (R, capacity, _), dtype, device = queries.shape, k_ring.shape, k_ring.dtype, k_ring.device
-    need(S == 1, f"queries must be of one token, got {S}")
-    if B == 0 or R == 0 or R % B or Hq == 0 or Hq % (R // B):
-        raise ValueError(f"k_ring must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
-    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need_device(k_ring, queries=queries)
+    B, Hkv, _, D = need_queries(queries, "k_ring", k_ring)
+    (R, capacity, _), dtype, device = k_ring.shape, k_ring.dtype, k_ring.device
     need_integer("window", window, 1, MOST_INT32)
     need_integer("sinks", sinks, 0, MOST_INT32 - window)
     need(capacity <= sinks + window, f"k_ring must have at most {sinks + window} slots, got {capacity}")
-    token = (B, R // B, 1, D)
     if coded:
         need_float("keys", keys, 4, "[B, Hkv, 1, D]")
         need(table is None and neuron is None, "k_ring_scales must not come with a table or a neuron")
@@ -74,11 +53,9 @@ def _check(
             kind, width = v_ring.dtype, v_ring.shape[-1]
             need_device(k_ring, **dict(zip(names[2:], (k_scales, v_scales), strict=True)))
         need_parts(device, (f"k_{name}", k, dtype, (R, slots, D)), (f"v_{name}", v, kind, (R, slots, width)))
-    need_parts(
-        device, ("keys", keys, number, token), ("values", values, number, token),
-        ("places", places, torch.int32, (B, 1)),
-    )  # fmt: skip
-    whole = {"k_ring": k_ring, "v_ring": v_ring, "places": places}
+    need_tokens(keys, values, number, (B, Hkv, 1, D), device)
+    need_places(places, B, device)
+    whole = {"k_ring": k_ring, "v_ring": v_ring}
     whole |= {} if k_far is None or v_far is None else {"k_far": k_far, "v_far": v_far}
     if base is not None:
         need_parts(device, ("base", base, torch.int32, (B, 1)))
@@ -87,7 +64,7 @@ def _check(
         whole["marks"] = marks
         need(alpha is not None or neuron is not None, "marks need alpha or a neuron, got neither")
     if alpha is not None:
-        need_parts(device, ("alpha", alpha, torch.float32, (B, R // B, 1)))
+        need_parts(device, ("alpha", alpha, torch.float32, (B, Hkv, 1)))
     for name, x in whole.items():
         need(x.is_contiguous(), f"{name} must be contiguous")
     given = (table, k_pages, v_pages, key_scales, value_scales)
@@ -95,8 +72,7 @@ def _check(
         need_far_pages(*given, k_ring, marks)
     need(not (sinks and (chunked or table is not None)), f"sinks must be 0 with chunks or pages, got {sinks}")
     need(not (chunked and table is not None), "chunked must be False with pages, got True")
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, device)
+    need_rotation(cos, sin, D, device)
 
 
 @explained_by(_check)
@@ -164,19 +140,18 @@ def ring_step_(
     NotImplementedError if a backward pass comes here.
     Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
     """
-    B, Hq, _, D = queries.shape
-    need(B > 0, "queries must be of at least one sequence, got 0")
     need((k_pages is None) == (v_pages is None) == (table is None), "k_pages, v_pages and table must be given together")
     for name, number in (("factor", factor), ("shift", shift), ("margin", margin)):
         need_number(name, number, -LARGEST, LARGEST)
-    place = -1 if neuron is None else need_neuron(neuron, D)
-    return without_gradient(
-        NO_GRADIENT, (queries, keys, values), native.ring_step_, dense_last(queries), dense_last(keys),
-        dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE),
-        dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, own, place, factor, shift, margin,
-        need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales,
+    place = -1 if neuron is None else need_neuron(neuron, queries.shape[3])
+    out, lse = run_step(
+        NO_GRADIENT, native.ring_step_, queries, keys, values,
+        (k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE), dense(base),
+         dense(alpha)),
+        cos, sin, (window, sinks, chunked, own, place, factor, shift, margin), scale, softcap, sink_logits, key_scales,
         value_scales, k_ring_scales, v_ring_scales, k_far_scales, v_far_scales,
     )  # fmt: skip
+    return out, lse
 
 
 def need_far_pages(
@@ -194,7 +169,4 @@ def need_far_pages(
     need(table.block_table.shape[0] == R, f"table must have {R} rows, got {table.block_table.shape[0]}")
 
 
-@torch.library.register_fake("kvcompress::ring_step_")
-def _(queries, *rest):  # type: ignore[no-untyped-def]
-    need_one_device(queries, *rest)
-    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+torch.library.register_fake("kvcompress::ring_step_", step_results)

@@ -21,15 +21,17 @@ static void test_chunks_with_pages(void) {
     int32_t places[1] = {3};
     uint8_t *marks = room(1);
     const kvc_view one = {x, KVC_F32, 4, 4, 4};
-    kvc_ring_step_args args = {.out = out, .lse = lse, .q = one, .k = one, .v = one,
-                               .ring = {.keys = ring, .values = ring + 2, .format = KVC_FORMAT_F32},
-                               .rows = {.keys = pages, .values = pages + 2, .format = KVC_FORMAT_F32}, .places = places,
-                               .marks = marks, .alpha = alpha,
-                               .B = 1, .Hq = 1, .Hkv = 1, .D = 2, .capacity = 1, .window = 3, .neuron = -1, .chunked = 1,
-                               .table = {block_table, lengths, refs, free_pages, free_count, 1, 1, 1, 1}, .scale = 1.0f};
-    args.scratch = room(4096);
+    kvc_ring_step_args args = {
+        .step = {.out = out, .lse = lse, .q = one, .k = one, .v = one,
+                 .rows = {.keys = pages, .values = pages + 2, .format = KVC_FORMAT_F32},
+                 .table = {block_table, lengths, refs, free_pages, free_count, 1, 1, 1, 1},
+                 .B = 1, .Hq = 1, .Hkv = 1, .S = 1, .D = 2, .scale = 1.0f},
+        .ring = {.keys = ring, .values = ring + 2, .format = KVC_FORMAT_F32}, .places = places, .marks = marks,
+        .alpha = alpha, .capacity = 1, .window = 3, .neuron = -1, .chunked = 1,
+    };
+    args.step.scratch = room(4096);
     CHECK(kvc_ring_step_scratch_bytes(&args) == 0 && kvc_ring_step(&args, NULL) == KVC_BAD_SIZE && places[0] == 3);
-    free(args.scratch), free(marks);
+    free(args.step.scratch), free(marks);
 }
 
 void test_fuzzed(void) {

@@ -134,11 +134,8 @@ static void test_coded_choice(int runner) {
 
 static void test_refusals(void) {
     test_case = "quest_step, refusals";
-    const int32_t numbers[R] = {0, 0};
     QUEST_REFUSES_SIZE(args.step.S = 0);
     QUEST_REFUSES_SIZE(args.step.S = 2);
-    QUEST_REFUSES_SIZE(args.step.shift = numbers);
-    QUEST_REFUSES_SIZE(args.step.begin = numbers);
     QUEST_REFUSES_SIZE(args.pages_read = 0);
     QUEST_REFUSES_SIZE(args.range_pages = BLOCKS - 1);
     QUEST_REFUSES_SIZE(args.held = 1); /* with a rotation */

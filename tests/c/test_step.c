@@ -65,19 +65,22 @@ static kvc_status turn(float *to, float *from, int64_t heads, const int32_t *pos
 
 /* ---- rows that keep their tokens ---- */
 
-static kvc_paged_step_args paged_args(void) {
-    return (kvc_paged_step_args){
+static kvc_step frame(void) {
+    return (kvc_step){
         .out = now.out, .lse = now.lse, .q = view_of(q, HQ), .k = view_of(k, HKV), .v = view_of(v, HKV),
-        .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .table = table_of(), .shift = shift, .begin = begin,
-        .cos = cosines, .sin = sines, .B = B, .Hq = HQ, .Hkv = HKV, .S = 1, .D = D, .rotary_dim = ROTARY,
-        .table_rows = POSITIONS, .scale = 0.5f,
+        .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .table = table_of(), .cos = cosines, .sin = sines,
+        .B = B, .Hq = HQ, .Hkv = HKV, .S = 1, .D = D, .rotary_dim = ROTARY, .table_rows = POSITIONS, .scale = 0.5f,
     };
 }
 
+static kvc_paged_step_args paged_args(void) {
+    return (kvc_paged_step_args){.step = frame(), .shift = shift, .begin = begin};
+}
+
 static kvc_status paged_step(kvc_paged_step_args args, int runner) {
-    args.scratch = room(kvc_paged_step_scratch_bytes(&args));
+    args.step.scratch = room(kvc_paged_step_scratch_bytes(&args));
     const kvc_status status = kvc_paged_step(&args, runners[runner]);
-    free(args.scratch);
+    free(args.step.scratch);
     return status;
 }
 
@@ -119,46 +122,46 @@ static void test_paged_parts(int runner) {
 
 static void test_paged_refusals(void) {
     test_case = "paged_step, refusals";
-    PAGED_REFUSES_SIZE(args.B = -1, args.table.R = -HKV);
-    PAGED_REFUSES_SIZE(args.Hkv = -1, args.table.R = -B);
-    PAGED_REFUSES_SIZE(args.Hq = -HQ);
-    PAGED_REFUSES_SIZE(args.Hq = HQ + 1);
-    PAGED_REFUSES_SIZE(args.S = -1);
-    PAGED_REFUSES_SIZE(args.D = 0, args.rotary_dim = 0);
-    PAGED_REFUSES_SIZE(args.D = KVC_MAX_HEAD_DIM + 1);
-    PAGED_REFUSES_SIZE(args.table.R = R - 1);
-    PAGED_REFUSES_SIZE(args.table.P = 0);
-    PAGED_REFUSES_SIZE(args.table.P = 3);
-    PAGED_REFUSES_SIZE(args.table.pages = -1);
-    PAGED_REFUSES_SIZE(args.table.blocks = -1);
-    PAGED_REFUSES_SIZE(args.table_rows = -1);
-    PAGED_REFUSES_SIZE(args.rotary_dim = 3);
-    PAGED_REFUSES_SIZE(args.rotary_dim = -2);
-    PAGED_REFUSES_SIZE(args.rotary_dim = D + 2);
-    PAGED_REFUSES_SIZE(args.scale = INFINITY);
-    PAGED_REFUSES_SIZE(args.scale = NAN);
-    PAGED_REFUSES_SIZE(args.softcap = -1.0f);
-    PAGED_REFUSES_SIZE(args.softcap = INFINITY);
-    PAGED_REFUSES(KVC_BAD_DTYPE, args.q.dtype = (kvc_dtype)5);
-    PAGED_REFUSES(KVC_BAD_DTYPE, args.k.dtype = args.v.dtype = (kvc_dtype)5);
-    PAGED_REFUSES(KVC_BAD_DTYPE, args.v.dtype = KVC_BF16);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.out = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.lse = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.q.data = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.k.data = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.v.data = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.rows.keys = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.rows.values = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.cos = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.sin = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.table.block_table = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.table.lengths = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.table.page_refs = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.table.free_pages = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.table.free_count = NULL);
+    PAGED_REFUSES_SIZE(args.step.B = -1, args.step.table.R = -HKV);
+    PAGED_REFUSES_SIZE(args.step.Hkv = -1, args.step.table.R = -B);
+    PAGED_REFUSES_SIZE(args.step.Hq = -HQ);
+    PAGED_REFUSES_SIZE(args.step.Hq = HQ + 1);
+    PAGED_REFUSES_SIZE(args.step.S = -1);
+    PAGED_REFUSES_SIZE(args.step.D = 0, args.step.rotary_dim = 0);
+    PAGED_REFUSES_SIZE(args.step.D = KVC_MAX_HEAD_DIM + 1);
+    PAGED_REFUSES_SIZE(args.step.table.R = R - 1);
+    PAGED_REFUSES_SIZE(args.step.table.P = 0);
+    PAGED_REFUSES_SIZE(args.step.table.P = 3);
+    PAGED_REFUSES_SIZE(args.step.table.pages = -1);
+    PAGED_REFUSES_SIZE(args.step.table.blocks = -1);
+    PAGED_REFUSES_SIZE(args.step.table_rows = -1);
+    PAGED_REFUSES_SIZE(args.step.rotary_dim = 3);
+    PAGED_REFUSES_SIZE(args.step.rotary_dim = -2);
+    PAGED_REFUSES_SIZE(args.step.rotary_dim = D + 2);
+    PAGED_REFUSES_SIZE(args.step.scale = INFINITY);
+    PAGED_REFUSES_SIZE(args.step.scale = NAN);
+    PAGED_REFUSES_SIZE(args.step.softcap = -1.0f);
+    PAGED_REFUSES_SIZE(args.step.softcap = INFINITY);
+    PAGED_REFUSES(KVC_BAD_DTYPE, args.step.q.dtype = (kvc_dtype)5);
+    PAGED_REFUSES(KVC_BAD_DTYPE, args.step.k.dtype = args.step.v.dtype = (kvc_dtype)5);
+    PAGED_REFUSES(KVC_BAD_DTYPE, args.step.v.dtype = KVC_BF16);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.out = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.lse = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.q.data = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.k.data = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.v.data = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.rows.keys = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.rows.values = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.cos = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.sin = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.table.block_table = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.table.lengths = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.table.page_refs = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.table.free_pages = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.step.table.free_count = NULL);
     PAGED_REFUSES(KVC_POOL_FULL, now.free_count[0] = 2);
-    PAGED_REFUSES(KVC_BAD_INDEX, args.table_rows = 6);
-    PAGED_REFUSES(KVC_BAD_INDEX, args.table_rows = 0);
+    PAGED_REFUSES(KVC_BAD_INDEX, args.step.table_rows = 6);
+    PAGED_REFUSES(KVC_BAD_INDEX, args.step.table_rows = 0);
     PAGED_REFUSES(KVC_BAD_INDEX, shift[HKV] = -3);
     PAGED_REFUSES(KVC_BAD_INDEX, shift[0] = INT32_MAX);
     PAGED_REFUSES(KVC_BAD_INDEX, begin[3] = -1);
@@ -173,10 +176,10 @@ static void test_paged_refusals(void) {
     PAGED_REFUSES(KVC_BAD_INDEX, now.free_pages[4] = PAGES);
     PAGED_REFUSES(KVC_BAD_INDEX, now.free_count[0] = PAGES + 1);
     PAGED_REFUSES(KVC_BAD_INDEX, now.free_count[0] = -1);
-    PAGED_REFUSES(KVC_OK, args.B = 0, args.table.R = 0);
-    PAGED_REFUSES(KVC_OK, args.Hkv = args.Hq = 0, args.table.R = 0);
-    PAGED_REFUSES(KVC_OK, args.Hq = 0);
-    PAGED_REFUSES(KVC_OK, args.S = 0);
+    PAGED_REFUSES(KVC_OK, args.step.B = 0, args.step.table.R = 0);
+    PAGED_REFUSES(KVC_OK, args.step.Hkv = args.step.Hq = 0, args.step.table.R = 0);
+    PAGED_REFUSES(KVC_OK, args.step.Hq = 0);
+    PAGED_REFUSES(KVC_OK, args.step.S = 0);
     kvc_paged_step_args args = paged_args();
     CHECK(kvc_paged_step(&args, NULL) == KVC_NULL_POINTER && kvc_paged_step(NULL, NULL) == KVC_NULL_POINTER);
     CHECK(kvc_paged_step_scratch_bytes(NULL) == 0);
@@ -190,19 +193,16 @@ static void test_paged_refusals(void) {
 
 static kvc_dmc_step_args dmc_args(void) {
     return (kvc_dmc_step_args){
-        .append = {.table = table_of(), .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .k = view_of(k, HKV),
-                   .v = view_of(v, HKV), .tail_k = now.tail_k, .tail_v = now.tail_v, .tail_w = now.tail_w,
-                   .tail_counts = now.held, .cos = cosines, .sin = sines, .B = B, .Hkv = HKV, .S = 1, .D = D,
-                   .rotary_dim = ROTARY, .table_rows = POSITIONS, .neuron = NEURON},
-        .out = now.out, .lse = now.lse, .q = view_of(q, HQ), .places = now.places, .offsets = shift, .Hq = HQ,
-        .scale = 0.5f, .decision_shift = 5.0f, .omega_shift = 5.0f, .omega_eps = 0.25f, .reduce = KVC_MEAN_SIGMOID,
+        .step = frame(), .tail_k = now.tail_k, .tail_v = now.tail_v, .tail_w = now.tail_w, .tail_counts = now.held,
+        .places = now.places, .offsets = shift, .neuron = NEURON, .decision_shift = 5.0f, .omega_shift = 5.0f,
+        .omega_eps = 0.25f, .reduce = KVC_MEAN_SIGMOID,
     };
 }
 
 static kvc_status dmc_step(kvc_dmc_step_args args, int runner) {
-    args.scratch = room(kvc_dmc_step_scratch_bytes(&args));
+    args.step.scratch = room(kvc_dmc_step_scratch_bytes(&args));
     const kvc_status status = kvc_dmc_step(&args, runners[runner]);
-    free(args.scratch);
+    free(args.step.scratch);
     return status;
 }
 
@@ -225,8 +225,12 @@ static void test_dmc_parts(int runner) {
     CHECK(turn(turned, cut, HQ, positions) == KVC_OK);
     for (int i = 0; i < B * HQ; i++) turned[i * D + NEURON] = 0.0f;
     int32_t scratch[4 * R + 1];
-    kvc_dmc_append_args append = dmc_args().append;
-    append.alpha = hard, append.omega = omega, append.positions = positions, append.scratch = scratch;
+    const kvc_dmc_append_args append = {
+        .table = table_of(), .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .k = view_of(k, HKV),
+        .v = view_of(v, HKV), .tail_k = now.tail_k, .tail_v = now.tail_v, .tail_w = now.tail_w, .tail_counts = now.held,
+        .alpha = hard, .omega = omega, .cos = cosines, .sin = sines, .positions = positions, .scratch = scratch, .B = B,
+        .Hkv = HKV, .S = 1, .D = D, .rotary_dim = ROTARY, .table_rows = POSITIONS, .neuron = NEURON,
+    };
     CHECK(kvc_dmc_append(&append, NULL) == KVC_OK && attend(decode_of(view_of(turned, HQ), NULL)) == KVC_OK);
     now.places[0]++, now.places[1]++;
     CHECK(memcmp(&found, &now, sizeof now) == 0);
@@ -238,8 +242,6 @@ static void test_dmc_parts(int runner) {
     do {                                                                                                 \
         open_state();                                                                                    \
         kvc_dmc_step_args args = dmc_args();                                                             \
-        kvc_dmc_append_args *append = &args.append;                                                      \
-        (void)append;                                                                                    \
         __VA_ARGS__;                                                                                     \
         const state before = now;                                                                        \
         CHECK(dmc_step(args, 0) == (expected) && memcmp(&before, &now, sizeof now) == 0);                \
@@ -253,61 +255,58 @@ static void test_dmc_parts(int runner) {
 
 static void test_dmc_refusals(void) {
     test_case = "dmc_step, refusals";
-    const int32_t numbers[R] = {1, 1, 1, 1};
-    DMC_REFUSES_SIZE(append->B = -1, append->table.R = -HKV);
-    DMC_REFUSES_SIZE(append->Hkv = -1, append->table.R = -B);
-    DMC_REFUSES_SIZE(args.Hq = -HQ);
-    DMC_REFUSES_SIZE(args.Hq = HQ + 1);
-    DMC_REFUSES_SIZE(append->S = 0);
-    DMC_REFUSES_SIZE(append->S = 2);
-    DMC_REFUSES_SIZE(append->D = 0);
-    DMC_REFUSES_SIZE(append->D = KVC_MAX_HEAD_DIM + 1);
-    DMC_REFUSES_SIZE(append->table.R = R - 1);
-    DMC_REFUSES_SIZE(append->table.P = 0);
-    DMC_REFUSES_SIZE(append->table.P = 3);
-    DMC_REFUSES_SIZE(append->table.pages = -1);
-    DMC_REFUSES_SIZE(append->table.blocks = -1);
-    DMC_REFUSES_SIZE(append->table_rows = -1);
-    DMC_REFUSES_SIZE(append->neuron = -1);
-    DMC_REFUSES_SIZE(append->neuron = D);
-    DMC_REFUSES_SIZE(append->counts = numbers);
-    DMC_REFUSES_SIZE(append->positions = numbers);
-    DMC_REFUSES_SIZE(args.scale = INFINITY);
-    DMC_REFUSES_SIZE(args.scale = NAN);
-    DMC_REFUSES_SIZE(args.softcap = -1.0f);
-    DMC_REFUSES_SIZE(append->rotary_dim = 3);
-    DMC_REFUSES_SIZE(append->rotary_dim = D + 2);
-    DMC_REFUSES_SIZE(append->window = -1);
-    DMC_REFUSES_SIZE(append->window = KVC_DMC_MAX_WINDOW + 1);
+    DMC_REFUSES_SIZE(args.step.B = -1, args.step.table.R = -HKV);
+    DMC_REFUSES_SIZE(args.step.Hkv = -1, args.step.table.R = -B);
+    DMC_REFUSES_SIZE(args.step.Hq = -HQ);
+    DMC_REFUSES_SIZE(args.step.Hq = HQ + 1);
+    DMC_REFUSES_SIZE(args.step.S = 0);
+    DMC_REFUSES_SIZE(args.step.S = 2);
+    DMC_REFUSES_SIZE(args.step.D = 0);
+    DMC_REFUSES_SIZE(args.step.D = KVC_MAX_HEAD_DIM + 1);
+    DMC_REFUSES_SIZE(args.step.table.R = R - 1);
+    DMC_REFUSES_SIZE(args.step.table.P = 0);
+    DMC_REFUSES_SIZE(args.step.table.P = 3);
+    DMC_REFUSES_SIZE(args.step.table.pages = -1);
+    DMC_REFUSES_SIZE(args.step.table.blocks = -1);
+    DMC_REFUSES_SIZE(args.step.table_rows = -1);
+    DMC_REFUSES_SIZE(args.neuron = -1);
+    DMC_REFUSES_SIZE(args.neuron = D);
+    DMC_REFUSES_SIZE(args.step.scale = INFINITY);
+    DMC_REFUSES_SIZE(args.step.scale = NAN);
+    DMC_REFUSES_SIZE(args.step.softcap = -1.0f);
+    DMC_REFUSES_SIZE(args.step.rotary_dim = 3);
+    DMC_REFUSES_SIZE(args.step.rotary_dim = D + 2);
+    DMC_REFUSES_SIZE(args.window = -1);
+    DMC_REFUSES_SIZE(args.window = KVC_DMC_MAX_WINDOW + 1);
     DMC_REFUSES(KVC_BAD_SIZE, args.reduce = (kvc_importance)3);
-    DMC_REFUSES(KVC_BAD_DTYPE, args.q.dtype = (kvc_dtype)5);
-    DMC_REFUSES(KVC_BAD_DTYPE, append->k.dtype = append->v.dtype = (kvc_dtype)5);
-    DMC_REFUSES(KVC_BAD_DTYPE, append->v.dtype = KVC_BF16);
-    DMC_REFUSES(KVC_NULL_POINTER, args.out = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, args.lse = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, args.q.data = NULL);
+    DMC_REFUSES(KVC_BAD_DTYPE, args.step.q.dtype = (kvc_dtype)5);
+    DMC_REFUSES(KVC_BAD_DTYPE, args.step.k.dtype = args.step.v.dtype = (kvc_dtype)5);
+    DMC_REFUSES(KVC_BAD_DTYPE, args.step.v.dtype = KVC_BF16);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.out = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.lse = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.q.data = NULL);
     DMC_REFUSES(KVC_NULL_POINTER, args.places = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->k.data = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->v.data = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->rows.keys = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->rows.values = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->rows.format = KVC_FORMAT_INT8);
-    DMC_REFUSES(KVC_BAD_FORMAT, append->rows.format = KVC_FORMAT_BF16);
-    DMC_REFUSES(KVC_BAD_FORMAT, append->rows.format = (kvc_format)9);
-    DMC_REFUSES(KVC_NULL_POINTER, append->tail_k = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->tail_v = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->tail_w = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->tail_counts = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->cos = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->sin = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->table.block_table = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->table.lengths = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->table.page_refs = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->table.free_pages = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->table.free_count = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.k.data = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.v.data = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.rows.keys = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.rows.values = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.rows.format = KVC_FORMAT_INT8);
+    DMC_REFUSES(KVC_BAD_FORMAT, args.step.rows.format = KVC_FORMAT_BF16);
+    DMC_REFUSES(KVC_BAD_FORMAT, args.step.rows.format = (kvc_format)9);
+    DMC_REFUSES(KVC_NULL_POINTER, args.tail_k = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.tail_v = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.tail_w = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.tail_counts = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.cos = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.sin = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.table.block_table = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.table.lengths = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.table.page_refs = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.table.free_pages = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, args.step.table.free_count = NULL);
     DMC_REFUSES(KVC_POOL_FULL, now.free_count[0] = 2);
-    DMC_REFUSES(KVC_BAD_INDEX, append->table_rows = 8);
-    DMC_REFUSES(KVC_BAD_INDEX, append->table_rows = 0);
+    DMC_REFUSES(KVC_BAD_INDEX, args.step.table_rows = 8);
+    DMC_REFUSES(KVC_BAD_INDEX, args.step.table_rows = 0);
     DMC_REFUSES(KVC_BAD_INDEX, now.places[1] = -1, shift[1] = 2);
     DMC_REFUSES(KVC_BAD_INDEX, now.places[1] = INT32_MAX);
     DMC_REFUSES(KVC_BAD_INDEX, shift[1] = INT32_MAX);
@@ -321,9 +320,9 @@ static void test_dmc_refusals(void) {
     DMC_REFUSES(KVC_BAD_INDEX, now.free_pages[4] = PAGES);
     DMC_REFUSES(KVC_BAD_INDEX, now.free_count[0] = PAGES + 1);
     DMC_REFUSES(KVC_BAD_INDEX, now.free_count[0] = -1);
-    DMC_REFUSES(KVC_OK, append->B = 0, append->table.R = 0);
-    DMC_REFUSES(KVC_OK, append->Hkv = args.Hq = 0, append->table.R = 0);
-    DMC_REFUSES(KVC_OK, args.Hq = 0);
+    DMC_REFUSES(KVC_OK, args.step.B = 0, args.step.table.R = 0);
+    DMC_REFUSES(KVC_OK, args.step.Hkv = args.step.Hq = 0, args.step.table.R = 0);
+    DMC_REFUSES(KVC_OK, args.step.Hq = 0);
     kvc_dmc_step_args args = dmc_args();
     CHECK(kvc_dmc_step(&args, NULL) == KVC_NULL_POINTER && kvc_dmc_step(NULL, NULL) == KVC_NULL_POINTER);
     CHECK(kvc_dmc_step_scratch_bytes(NULL) == 0);

@@ -46,28 +46,28 @@ void run_paged_step(int64_t B, int64_t Hkv, int64_t S, int64_t D, kvc_dtype dtyp
         lse(B * Hq * S, KVC_F32), cos(POSITIONS * ROTARY / 2, KVC_F32), sin(POSITIONS * ROTARY / 2, KVC_F32);
     const std::vector<int32_t> shift(static_cast<size_t>(R), 1), begin(static_cast<size_t>(R), 1);
     pool full(R, 2 * R, D, dtype), empty(R, R - 1, D, dtype), before(R, R - 1, D, dtype);
-    kvc_paged_step_args args = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(),
-                                rows_of(full.k, full.v, dtype), full.view(), shift.data(), begin.data(), cos.floats(), sin.floats(),
-                                nullptr, B, Hq, Hkv, S, D, ROTARY, POSITIONS, 0.3f, 0.0f, nullptr};
+    kvc_paged_step_args args = {{out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(),
+                                 rows_of(full.k, full.v, dtype), full.view(), cos.floats(), sin.floats(), nullptr, B, Hq, Hkv,
+                                 S, D, ROTARY, POSITIONS, 0.3f, 0.0f, nullptr}, shift.data(), begin.data()};
     const scratch_memory scratch = scratch_of(kvc_cuda_paged_step_scratch_bytes(&args));
-    args.scratch = scratch.get();
+    args.step.scratch = scratch.get();
     expect(kvc_cuda_paged_step(&args, nullptr), "paged_step", D);
     expect_true(full.free_count[1] == 0 && full.lengths.back() == SHARED + S && full.table[1] != 1, "paged_step's rows", D);
-    args.shift = args.begin = nullptr, args.table_rows = 3;  // positions outside
+    args.shift = args.begin = nullptr, args.step.table_rows = 3;  // positions outside
     for (int i = 0; i < 3; i++) expect(kvc_cuda_paged_step(&args, nullptr), "paged_step until full", D);
     expect_true(full.free_count[1] > 0 || S == 1, "paged_step past the table", D);
     kvc_paged_step_args short_of = args;
-    short_of.table = empty.view(), short_of.rows = rows_of(empty.k, empty.v, dtype);
+    short_of.step.table = empty.view(), short_of.step.rows = rows_of(empty.k, empty.v, dtype);
     expect(kvc_cuda_paged_step(&short_of, nullptr), "paged_step without pages", D);
     empty.expect_unchanged(before, "paged_step without pages");
-    expect_refused(kvc_cuda_paged_step, args, "paged_step of wrong arguments", [](auto& a) { a.D = 513; },
-                   [](auto& a) { a.D = 0; }, [](auto& a) { a.table.R++; }, [](auto& a) { a.table.P = 3; },
-                   [](auto& a) { a.rotary_dim = 3; }, [](auto& a) { a.Hq++; }, [](auto& a) { a.scale = NAN; },
-                   [](auto& a) { a.softcap = -1.0f; }, [](auto& a) { a.S = -1; }, [](auto& a) { a.out = nullptr; },
-                   [](auto& a) { a.lse = nullptr; }, [](auto& a) { a.rows.keys = nullptr; }, [](auto& a) { a.cos = nullptr; },
-                   [](auto& a) { a.scratch = nullptr; }, [](auto& a) { a.table.lengths = nullptr; },
-                   [](auto& a) { a.v.dtype = a.k.dtype == KVC_F32 ? KVC_F16 : KVC_F32; });
-    args.S = 0;
+    expect_refused(kvc_cuda_paged_step, args, "paged_step of wrong arguments", [](auto& a) { a.step.D = 513; },
+                   [](auto& a) { a.step.D = 0; }, [](auto& a) { a.step.table.R++; }, [](auto& a) { a.step.table.P = 3; },
+                   [](auto& a) { a.step.rotary_dim = 3; }, [](auto& a) { a.step.Hq++; }, [](auto& a) { a.step.scale = NAN; },
+                   [](auto& a) { a.step.softcap = -1.0f; }, [](auto& a) { a.step.S = -1; }, [](auto& a) { a.step.out = nullptr; },
+                   [](auto& a) { a.step.lse = nullptr; }, [](auto& a) { a.step.rows.keys = nullptr; }, [](auto& a) { a.step.cos = nullptr; },
+                   [](auto& a) { a.step.scratch = nullptr; }, [](auto& a) { a.step.table.lengths = nullptr; },
+                   [](auto& a) { a.step.v.dtype = a.step.k.dtype == KVC_F32 ? KVC_F16 : KVC_F32; });
+    args.step.S = 0;
     expect(kvc_cuda_paged_step(&args, nullptr), "paged_step of no tokens", D);
     expect_true(kvc_cuda_paged_step_scratch_bytes(&args) == 0, "scratch of paged_step of no tokens", D);
 }
@@ -90,8 +90,7 @@ void run_quest_step(int64_t B, int64_t Hkv, int64_t G, int64_t D, int64_t pages_
     kvc_quest_step_args args = {};
     args.step = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), rows_of(k_pages, v_pages, dtype),
                  {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages},
-                 nullptr, nullptr, cos.floats(), sin.floats(), nullptr, B, Hq, Hkv, 1, D, ROTARY, length + 2, 0.3f, 0.0f,
-                 nullptr};
+                 cos.floats(), sin.floats(), nullptr, B, Hq, Hkv, 1, D, ROTARY, length + 2, 0.3f, 0.0f, nullptr};
     args.ranges = ranges.bytes.get(), args.chosen = chosen.data(), args.range_pages = blocks, args.pages_read = pages_read;
     const scratch_memory scratch = scratch_of(kvc_cuda_quest_step_scratch_bytes(&args));
     args.step.scratch = scratch.get();
@@ -111,8 +110,7 @@ void run_quest_step(int64_t B, int64_t Hkv, int64_t G, int64_t D, int64_t pages_
     lengths[0] = static_cast<int32_t>(blocks * P + 5);  // of a row that is too long nothing is read past its line
     expect(kvc_cuda_quest_step(&read, nullptr), "quest_step of a row past its line", D);
     expect_refused(kvc_cuda_quest_step, args, "quest_step of wrong arguments", [](auto& a) { a.step.D = 513; },
-                   [](auto& a) { a.step.S = 2; }, [](auto& a) { a.step.begin = a.step.table.lengths; },
-                   [](auto& a) { a.step.shift = a.step.table.lengths; }, [](auto& a) { a.pages_read = 0; },
+                   [](auto& a) { a.step.S = 2; }, [](auto& a) { a.pages_read = 0; },
                    [](auto& a) { a.range_pages--; }, [](auto& a) { a.held = 1; }, [](auto& a) { a.ranges = nullptr; },
                    [](auto& a) { a.chosen = nullptr; }, [](auto& a) { a.step.k.data = nullptr; },
                    [](auto& a) { a.step.scratch = nullptr; }, [](auto& a) { a.step.table.P = 3; });
@@ -132,35 +130,33 @@ void run_dmc_step(int64_t B, int64_t Hkv, int64_t D, int64_t window, kvc_dtype d
     dmc_gates gates(B, Hkv, 1);
     pool full(R, 2 * R, D, dtype), empty(R, R - 1, D, dtype), before(R, R - 1, D, dtype);
     kvc_dmc_step_args args = {};
-    args.append = {full.view(), rows_of(full.k, full.v, dtype), k.view(), v.view(), tail_k.floats(),
-                   tail_v.floats(), tail_w.floats(), held.data(), nullptr, nullptr, cos.floats(), sin.floats(), nullptr,
-                   nullptr, nullptr, B, Hkv, 1, D, ROTARY, POSITIONS, D - 1, window};
-    args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.places = places.data();
-    args.offsets = offsets.data(), args.Hq = Hq, args.scale = 0.3f, args.omega_shift = 1.0f, args.omega_eps = 0.1f;
-    args.reduce = KVC_MEAN_SIGMOID;
+    args.step = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), rows_of(full.k, full.v, dtype), full.view(),
+                 cos.floats(), sin.floats(), nullptr, B, Hq, Hkv, 1, D, ROTARY, POSITIONS, 0.3f, 0.0f, nullptr};
+    args.tail_k = tail_k.floats(), args.tail_v = tail_v.floats(), args.tail_w = tail_w.floats();
+    args.tail_counts = held.data(), args.places = places.data(), args.offsets = offsets.data(), args.neuron = D - 1;
+    args.window = window, args.omega_shift = 1.0f, args.omega_eps = 0.1f, args.reduce = KVC_MEAN_SIGMOID;
     const scratch_memory scratch = scratch_of(kvc_cuda_dmc_step_scratch_bytes(&args));
-    args.scratch = scratch.get();
+    args.step.scratch = scratch.get();
     kvc_dmc_step_args short_of = args;
-    short_of.append.table = empty.view();
-    short_of.append.rows = rows_of(empty.k, empty.v, dtype);
+    short_of.step.table = empty.view();
+    short_of.step.rows = rows_of(empty.k, empty.v, dtype);
     const std::vector<int32_t> same = held;
     expect(kvc_cuda_dmc_step(&short_of, nullptr), "dmc_step without pages", D);
     empty.expect_unchanged(before, "dmc_step without pages");
     expect_true(places == first && held == same, "dmc_step without pages", D);
     expect(kvc_cuda_dmc_step(&args, nullptr), "dmc_step", D);
     expect_true(full.free_count[1] == 0 && places[0] == first[0] + 1 && full.table[1] != 1, "dmc_step's rows", D);
-    args.append.alpha = gates.alpha.floats(), args.append.omega = gates.omega.floats(), args.offsets = nullptr;
-    args.append.table_rows = 3;  // positions outside
+    args.alpha = gates.alpha.floats(), args.omega = gates.omega.floats(), args.offsets = nullptr;
+    args.step.table_rows = 3;  // positions outside
     for (int i = 0; i < 5; i++) expect(kvc_cuda_dmc_step(&args, nullptr), "dmc_step until full", D);
-    expect_refused(kvc_cuda_dmc_step, args, "dmc_step of wrong arguments", [](auto& a) { a.append.D = 513; },
-                   [](auto& a) { a.append.S = 2; }, [](auto& a) { a.append.S = 0; }, [](auto& a) { a.append.neuron = -1; },
-                   [](auto& a) { a.append.neuron = a.append.D; }, [](auto& a) { a.append.table.R++; },
-                   [](auto& a) { a.append.table.P = 3; }, [](auto& a) { a.append.rotary_dim = 3; }, [](auto& a) { a.Hq++; },
-                   [](auto& a) { a.append.window = KVC_DMC_MAX_WINDOW + 1; }, [](auto& a) { a.scale = INFINITY; },
-                   [](auto& a) { a.append.counts = a.places; }, [](auto& a) { a.append.positions = a.places; },
-                   [](auto& a) { a.places = nullptr; }, [](auto& a) { a.append.tail_w = nullptr; },
-                   [](auto& a) { a.append.v.data = nullptr; }, [](auto& a) { a.append.sin = nullptr; });
-    args.append.B = args.append.table.R = 0;
+    expect_refused(kvc_cuda_dmc_step, args, "dmc_step of wrong arguments", [](auto& a) { a.step.D = 513; },
+                   [](auto& a) { a.step.S = 2; }, [](auto& a) { a.step.S = 0; }, [](auto& a) { a.neuron = -1; },
+                   [](auto& a) { a.neuron = a.step.D; }, [](auto& a) { a.step.table.R++; },
+                   [](auto& a) { a.step.table.P = 3; }, [](auto& a) { a.step.rotary_dim = 3; }, [](auto& a) { a.step.Hq++; },
+                   [](auto& a) { a.window = KVC_DMC_MAX_WINDOW + 1; }, [](auto& a) { a.step.scale = INFINITY; },
+                   [](auto& a) { a.places = nullptr; }, [](auto& a) { a.tail_w = nullptr; },
+                   [](auto& a) { a.step.v.data = nullptr; }, [](auto& a) { a.step.sin = nullptr; });
+    args.step.B = args.step.table.R = 0;
     expect(kvc_cuda_dmc_step(&args, nullptr), "dmc_step of no rows", D);
     expect_true(kvc_cuda_dmc_step_scratch_bytes(&args) == 0, "scratch of dmc_step of no rows", D);
 }
@@ -181,21 +177,20 @@ void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps)
     refs[8] = 2;
     std::unique_ptr<uint8_t[]> marks(new uint8_t[static_cast<size_t>(R * full)]());
     kvc_ring_step_args args = {};
-    args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.k = k.view(), args.v = v.view();
+    args.step = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), {}, {}, cos.floats(), sin.floats(), nullptr, B, Hq,
+                 Hkv, 1, D, 2 * half, rows, 0.2f, 0.0f, logits.floats()};
     args.ring = rows_of(k_ring, v_ring, dtype);
-    args.places = places.data(), args.base = base.data(), args.cos = cos.floats(), args.sin = sin.floats();
-    args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D, args.capacity = full, args.window = window, args.sinks = sinks;
-    args.neuron = -1, args.rotary_dim = 2 * half, args.table_rows = rows, args.scale = 0.2f;
-    args.sink_logits = logits.floats(), args.chunked = kind == ring::window, args.decision_scale = 1.0f;
+    args.places = places.data(), args.base = base.data(), args.capacity = full, args.window = window, args.sinks = sinks;
+    args.neuron = -1, args.chunked = kind == ring::window, args.decision_scale = 1.0f;
     if (kind == ring::apart) args.far = rows_of(k_far, v_far, dtype);
     if (kind == ring::pages) {
-        args.rows = rows_of(k_pages, v_pages, dtype), args.marks = marks.get(), args.neuron = 0;
-        args.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
+        args.step.rows = rows_of(k_pages, v_pages, dtype), args.marks = marks.get(), args.neuron = 0;
+        args.step.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
         args.decision_shift = INFINITY;  // nothing is marked: all that leaves is kept
     }
     const size_t bytes = static_cast<size_t>(kvc_cuda_ring_step_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
-    args.scratch = scratch.get();
+    args.step.scratch = scratch.get();
     for (int i = 0; i < steps; i++) expect(kvc_cuda_ring_step(&args, nullptr), "ring_step", D);
     const bool ran_out = kind == ring::pages && steps == 4;
     expect_true(ran_out ? free_count[1] > 0 : places[0] == steps && places[1] == 17 + steps, "places of rings", D);
@@ -211,17 +206,17 @@ void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps)
         kvc_ring_step_args coded = args;
         coded.ring = of(near), coded.far = args.far.keys ? of(far) : kvc_rows{};
         const scratch_memory coded_scratch = scratch_of(kvc_cuda_ring_step_scratch_bytes(&coded));
-        coded.scratch = coded_scratch.get();
+        coded.step.scratch = coded_scratch.get();
         expect(kvc_cuda_ring_step(&coded, nullptr), "ring_step of codes", D);
         expect_true(places[1] == 18 + steps, "places of rings of codes", D);
         expect_refused(kvc_cuda_ring_step, coded, "ring_step of wrong codes", [](auto& a) { a.neuron = 0; },
-                       [](auto& a) { a.ring.key_scales = nullptr; }, [](auto& a) { a.far = a.rows, a.far.keys = a.out; });
+                       [](auto& a) { a.ring.key_scales = nullptr; }, [](auto& a) { a.far = a.step.rows, a.far.keys = a.step.out; });
     }
     places[0] = -1;  // has no slot
     expect(kvc_cuda_ring_step(&args, nullptr), "ring_step of no place", D);
     expect_true(places[0] == -1, "places of rings", D);
     expect_refused(kvc_cuda_ring_step, args, "ring_step of wrong arguments", [](auto& a) { a.window = 0; },
-                   [](auto& a) { a.capacity++; }, [](auto& a) { a.sinks = -1; }, [](auto& a) { a.neuron = a.D; },
-                   [](auto& a) { a.D = 513; }, [](auto& a) { a.scale = NAN; }, [](auto& a) { a.places = nullptr; },
-                   [](auto& a) { a.sinks = 1, a.chunked = 1; }, [](auto& a) { a.table.R = 3; });
+                   [](auto& a) { a.capacity++; }, [](auto& a) { a.sinks = -1; }, [](auto& a) { a.neuron = a.step.D; },
+                   [](auto& a) { a.step.D = 513; }, [](auto& a) { a.step.scale = NAN; }, [](auto& a) { a.places = nullptr; },
+                   [](auto& a) { a.sinks = 1, a.chunked = 1; }, [](auto& a) { a.step.table.R = 3; });
 }

@@ -15,30 +15,15 @@ namespace {
 template <int COLUMNS>
 constexpr int WARPS_OF = COLUMNS <= 2 ? STEP_WARPS : COLUMNS <= 4 ? STEP_WARPS / 2 : PLACE_WARPS;
 
-struct parts {
-    float *alpha, *omega;  // [R] each
-    int32_t *notes, *positions;
-    void *q, *decode;
-    int64_t bytes;
-};
-
-parts parts_of(const kvc_step& a) {
+kvc_dmc_parts parts_of(const kvc_step& a) {
     const kvc_decode_args decode = kvc_step_decode(&a, nullptr);
-    const int64_t R = a.table.R;
-    parts p = {};
-    p.alpha = static_cast<float*>(kvc_part_of(a.scratch, &p.bytes, R * 4));
-    p.omega = static_cast<float*>(kvc_part_of(a.scratch, &p.bytes, R * 4));
-    p.notes = kvc_ints_of(a.scratch, &p.bytes, 4 * R + 1);
-    p.positions = kvc_ints_of(a.scratch, &p.bytes, a.B);
-    p.q = kvc_part_of(a.scratch, &p.bytes, kvc_step_query_bytes(&a));
-    p.decode = kvc_part_of(a.scratch, &p.bytes, kvc_cuda_decode_scratch_bytes(&decode));
-    return p;
+    return kvc_dmc_parts_of(&a, kvc_cuda_decode_scratch_bytes(&decode));
 }
 
 // Query head `item`, then row item - B*Hq, by a warp; keys: float [32 * COLUMNS] of shared memory of the warp's own.
 template <int COLUMNS, class X>
-__device__ inline void place_head(const kvc_dmc_step_args& args, const parts& p, const kvc_dmc_append_args& a, int64_t item,
-                                  float* keys) {
+__device__ inline void place_head(const kvc_dmc_step_args& args, const kvc_dmc_parts& p, const kvc_dmc_append_args& a,
+                                  int64_t item, float* keys) {
     const kvc_step& step = args.step;
     const int64_t queries = a.B * step.Hq, b = quotient(item, step.Hq);
     if (item < queries) {
@@ -51,9 +36,10 @@ __device__ inline void place_head(const kvc_dmc_step_args& args, const parts& p,
 
 // `a`: the append, all of it.
 template <int COLUMNS, class X>
-__global__ __launch_bounds__(32 * WARPS_OF<COLUMNS>, 1) void begin_kernel(const kvc_dmc_step_args args, const parts p,
-                                                             const kvc_dmc_append_args a, const kvc_decode_args decode,
-                                                             const plan pieces, const scratch s, int64_t heads) {
+__global__ __launch_bounds__(32 * WARPS_OF<COLUMNS>, 1) void begin_kernel(const kvc_dmc_step_args args,
+                                                             const kvc_dmc_parts p, const kvc_dmc_append_args a,
+                                                             const kvc_decode_args decode, const plan pieces,
+                                                             const scratch s, int64_t heads) {
     __shared__ float keys[WARPS_OF<COLUMNS>][32 * COLUMNS];
     for (int64_t row = threadIdx.x; row < a.table.R; row += blockDim.x) {
         const int64_t b = quotient(row, a.Hkv), h = remainder_of(row, a.Hkv);
@@ -82,7 +68,7 @@ __global__ __launch_bounds__(32 * WARPS_OF<COLUMNS>, 1) void begin_kernel(const 
 }
 
 template <int COLUMNS, class X>
-__global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_dmc_step_args args, const parts p,
+__global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_dmc_step_args args, const kvc_dmc_parts p,
                                                              const kvc_dmc_append_args a, int64_t heads) {
     __shared__ float keys[PLACE_WARPS][32 * COLUMNS];
     const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
@@ -100,13 +86,10 @@ extern "C" cudaError_t kvc_cuda_dmc_step(const kvc_dmc_step_args* args, cudaStre
     const kvc_step& step = args->step;
     const kvc_status checked = kvc_dmc_step_check(args);
     if (checked != KVC_OK || kvc_step_is_empty(&step)) return error_of(checked);
-    const parts p = parts_of(step);
+    const kvc_dmc_parts p = parts_of(step);
     kvc_decode_args decode = kvc_step_decode(&step, p.q);
     decode.scratch = p.decode;
-    kvc_dmc_append_args a = kvc_dmc_step_append(args);
-    a.scratch = p.notes, a.positions = p.positions;
-    if (!a.alpha) a.alpha = p.alpha;
-    if (!a.omega) a.omega = p.omega;
+    const kvc_dmc_append_args a = kvc_dmc_step_append(args, &p);
     const plan pieces = plan_of(decode);
     const int64_t heads = a.B * (step.Hq + a.Hkv), alone = heads_alone(step, heads, false, 0);
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;

@@ -65,13 +65,13 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& queries, const Tensor& keys,
         far = changed_rows_of(*k_far, *v_far, k_far_scales, v_far_scales, k_ring, R, R, D);
         KVC_CHECK(far.format == ring.format && k_far->size(1) == sinks, "k_far must be [R, sinks, D] as k_ring is stored");
     }
-    KVC_CHECK(block_table.has_value() || !(lengths.has_value() || refs.has_value() || free_pages.has_value() ||
-                                           free_count.has_value() || k_pages.has_value() || v_pages.has_value() ||
-                                           key_scales.has_value() || value_scales.has_value()),
-              "block_table must come with the rest of a table, k_pages and v_pages");
+    for (const auto* part : {&lengths, &refs, &free_pages, &free_count, &k_pages, &v_pages}) {
+        KVC_CHECK(part->has_value() == block_table.has_value(),
+                  "block_table must come with the rest of a table, k_pages and v_pages");
+    }
+    KVC_CHECK(block_table || !(key_scales || value_scales), "key_scales and value_scales must come with block_table");
     if (block_table.has_value()) {
-        KVC_CHECK(lengths && refs && free_pages && free_count && k_pages && v_pages && marks,
-                  "block_table must come with the rest of a table, k_pages, v_pages and marks");
+        KVC_CHECK(marks.has_value(), "block_table must come with marks");
         check_device(*block_table, k_ring, "block_table");
         const kvc_page_table table = table_of(*block_table, *lengths, *refs, *free_pages, *free_count, page_size_of(*k_pages));
         KVC_CHECK(table.R == R, "block_table must have ", R, " rows, got ", table.R);

@@ -90,13 +90,13 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
             pool.trim()
             assert grow == "error" or pool.store.pages == int((pool.store.refs > 0).sum())
         elif action == "swap":
-            own = int(own_pages(pool.store, pool._rows).sum())
-            out, x = swap_out(pool.store, pool._rows), numbered(R, 9, written)
+            own = int(own_pages(pool).sum())
+            out, x = swap_out(pool), numbered(R, 9, written)
             written += x.numel()
             assert out.pages == own and pool.lengths.tolist() == out.there.tolist()
             other = new_pool_beside(pool)  # takes the pages that are free now
             append(other, x)
-            swap_in(pool.store, pool._rows, out)
+            swap_in(pool, out)
             check((other, list(x[0])), (pool, rows), *(pair for i, pair in enumerate(pools) if i != which))
             del other
         elif action == "select":

@@ -145,6 +145,30 @@ def test_a_part_never_takes_more_pages_than_were_foreseen():
                 assert served.pages_in_use() - before <= bound
 
 
+@pytest.mark.parametrize("name", ["dense", "dmc", "dms"])
+def test_who_comes_back_takes_what_it_gave_up_and_its_next_token(name):
+    """Else it waits for pages that it does not need, or fails though all are free."""
+    cache, dmc = CACHES[name]
+    model = tiny_model() if dmc is None else deciding_model(dmc=dmc)
+    with kvcompress.attach(model):
+        served, texts = requests_of(model, cache), {"a": list(range(3, 20)), "b": list(range(30, 52))}
+        parts = [Part(name, len(text), len(text), len(text)) for name, text in texts.items()]
+        for _ in range(5):
+            served.settle()
+            for request, token in run(model, served, parts, texts).items():
+                texts[request].append(token)
+            parts = []
+        before = served.pages_in_use()
+        served.give_up("b")
+        served.settle()
+        back, length = served.swap.pages("b"), len(texts["b"])
+        assert back == before - served.pages_in_use() > 0
+        full = sum(bound % 8 == 0 for out in served.swap._kept["b"].pools for bound in out.lengths.tolist())
+        assert served.part_pages(Part("b", 1, length, 22)) == back + full
+        texts["b"].append(run(model, served, [Part("b", 1, length, 22)], texts)["b"])
+        assert texts["b"] == alone(model, cache, texts["b"][:22], 6)
+
+
 def test_pages_that_do_not_suffice_are_refused_before_anything_has_begun():
     model = tiny_model()
     with kvcompress.attach(model):

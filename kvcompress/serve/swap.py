@@ -35,13 +35,13 @@ class Swap:
         """Takes a cache of one sequence over, and frees the pages that nobody else holds; False where it finds no room:
         it is left as it is. Waits for the device."""
         pools = _pools_of(cache)
-        pages = sum(int(own_pages(pool.store, pool._rows, self.every).sum()) for pool in pools)
+        pages = sum(int(own_pages(pool, self.every).sum()) for pool in pools)
         each = pools[0].store.page_nbytes() if pools else 0
         named = sum(pool.pages_in_use() for pool in pools)
         nbytes = cache.nbytes() - (named - pages) * each
         if self.used + nbytes > self.most:
             return False
-        out = [swap_out(pool.store, pool._rows, self.every) for pool in pools]
+        out = [swap_out(pool, self.every) for pool in pools]
         self._kept[request] = _Kept(cache, cache.seen_lengths()[0], shared, out, nbytes)
         self.used, self.count = self.used + nbytes, self.count + 1
         self.peak = max(self.peak, self.used)
@@ -68,7 +68,7 @@ class Swap:
         suffice."""
         kept = self._kept[request]
         for pool, out in zip(_pools_of(kept.cache), kept.pools, strict=True):
-            swap_in(pool.store, pool._rows, out)
+            swap_in(pool, out)
         self.drop(request)
         return kept.cache, kept.shared
 

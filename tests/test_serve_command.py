@@ -13,6 +13,7 @@ from published_gates import hidden_gates_folder
 from transformers import Lfm2Config
 from typer.testing import CliRunner
 
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress.cli import app
 from kvcompress.models import EXAMPLE
 from kvcompress.serve.vllm import launch
@@ -93,6 +94,14 @@ def test_requests_that_fit_are_counted_as_the_plugin_counts_them(folder):
     assert lines[2] == "requests prompts that fit at once: 43 of 512 tokens"
     with pytest.raises(ValueError, match=r"memory must be at least .* \(417792B\) for a request of 512 tokens, got"):
         made(folder, cache="dense", memory=16 * block)
+
+
+@pytest.mark.parametrize("memory", [8 << 20, None])
+def test_a_model_that_takes_images_too_is_served_for_text_alone(tmp_path, memory):
+    CONFIGURATIONS["gemma3/multimodal"].config().save_pretrained(tmp_path)
+    _, options, lines = made(tmp_path, memory=memory)
+    assert options["--language-model-only"] == [] and lines[0].startswith(f"model    {tmp_path}, text alone: bfloat16")
+    assert "--language-model-only" not in made(tmp_path, "--language-model-only=true", memory=memory)[1]
 
 
 def test_what_a_streaming_cache_keeps_beside_blocks_has_its_half(folder):
@@ -222,7 +231,8 @@ def test_what_the_plugin_would_refuse_is_refused_before_vllm_starts(with_vllm, f
 
 def test_models_that_cannot_be_are_named(with_vllm, tmp_path):
     Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path)
-    assert "--model: model must have no recurrent layers under vLLM" in run("--model", str(tmp_path))
+    message = "--swap: swap must be 0 or None for a model with recurrent layers, whose states vLLM does not keep"
+    assert message in run("--model", str(tmp_path), "--swap", "1MiB")
     assert "--model: model must be a folder or a name on the Hub, got ./no/where" in run("--model", "./no/where")
     assert not with_vllm
 

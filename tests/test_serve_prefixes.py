@@ -143,6 +143,35 @@ def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(name):
     assert [answer for _, answer in turns] == [alone(model, cache, prompt, 7) for prompt, _ in turns]
 
 
+@pytest.mark.parametrize("name", ["dense", "dmc"])
+def test_who_came_back_from_swap_leaves_its_cache_to_its_next_turn(name):
+    cache, dmc = CACHES[name]
+    model, (a, b) = model_of(dmc), prompts_of((17, 22))
+    texts = {"a": list(a), "b": list(b)}
+    with kvcompress.attach(model):
+        served = with_prefixes(model, cache, 16)
+        served._outlives = True
+        parts = [Part(request, len(text), len(text), len(text)) for request, text in texts.items()]
+        for request, text in texts.items():
+            assert not served.prompts.offer(request, list(text), len(text))
+        for step in range(7):
+            if step == 4:
+                served.give_up("b")
+            served.settle()
+            if step == 4:
+                assert served.swap.seen("b") == len(texts["b"]) - 1
+                parts = [Part("b", 1, len(texts["b"]), len(b))]
+            for request, token in run(model, served, parts, texts).items():
+                texts[request].append(token)
+            parts = []
+        served.ends("b", texts["b"])
+        served.drop("b")
+        served.settle()
+        assert texts["b"] == b + alone(model, cache, b, 7)
+        assert not served.prompts.offer("next", [*texts["b"], 5, 6], len(texts["b"]) + 2)
+        assert served.prompts.seen("next") == len(texts["b"]) - 1
+
+
 @pytest.mark.parametrize("swap", [0, "1MiB"], ids=["read again", "swapped"])
 @pytest.mark.parametrize("name", ["dense", "dmc", "dms"])
 def test_few_pages_make_prefixes_give_way_and_lose_no_token(name, swap, monkeypatch):

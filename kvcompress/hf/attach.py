@@ -78,6 +78,15 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
     Raises ValueError for a model that cannot be attached, with the reason, and for a conversion that this version does
     not know; TypeError for what is no model; RuntimeError for one on CUDA where the driver is too old for our kernels.
     """
+    return _attach(model, verify, runs=True)
+
+
+def attach_to_learn(model: nn.Module) -> Attachment:
+    """The same, for facts alone: another engine runs the model, and needs no cache of transformers'."""
+    return _attach(model, False, runs=False)
+
+
+def _attach(model: nn.Module, verify: bool, runs: bool) -> Attachment:
     decoder = base_model(model)
     check_adapter(model)
     if any(weight.is_cuda for weight in decoder.parameters()):  # now, not in the middle of the first prompt
@@ -91,7 +100,7 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
             seam = open_seam(model, decoder)
             seam.guarded = guarded
             try:
-                seam.learned(*_learned(model, decoder))
+                seam.learned(*_learned(model, decoder, runs))
                 if (method := restored_method(decoder)) is not None:
                     method.check_facts(decoder, seam.facts)
                     set_method(decoder, method)
@@ -159,8 +168,8 @@ def learn_again(model: nn.Module) -> None:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
-    """The facts of every layer, and what they were learned by in one forward pass."""
+def _learned(model: nn.Module, decoder: Any, runs: bool = True) -> tuple[Facts, Probe]:
+    """The facts of every layer, and what they were learned by in one forward pass. runs: by transformers, too."""
     probe = Probe(getattr(decoder.config, "max_position_embeddings", None) or 512)
     weight = next(p for p in decoder.parameters() if p.is_floating_point())
     tolerance = 1e-3 if weight.dtype == torch.float32 else 5e-2
@@ -179,7 +188,8 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
         if "input_ids" not in parameters:
             raise ValueError(f"{type(decoder).__name__} takes no input_ids, by which decoders are given their tokens")
         layers = cache_layers(decoder.config)
-        check_version(decoder.config, layers)
+        if runs:
+            check_version(decoder.config, layers)
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
         crosses = probe.crosses = _top(model).config.is_encoder_decoder
         with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):

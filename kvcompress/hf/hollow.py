@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 from ..softmax import Softmax
-from .attach import attach, base_model, facts_of
+from .attach import attach_to_learn, base_model, facts_of
 from .config import decoder_config
 from .facts import Facts
 from .method import Pass
@@ -35,7 +35,7 @@ def facts_from(config: Any) -> tuple[Facts, Mapping[int, Softmax]]:
     config.attn_logit_softcapping = None  # of which older versions of transformers know no more than the config says
     with _thin():
         model = _hollow(config)
-        with attach(model):
+        with attach_to_learn(model):
             noted = _Noted(facts_of(base_model(model)))
             with coming(noted):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)

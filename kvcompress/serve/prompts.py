@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..caches.base import CompressedCache
 from .bounds import Bounds
@@ -58,13 +58,17 @@ class Prompts:
         """There are no requests and no prefixes any more."""
         self.order = Order()
         self.offered: dict[str, Offered] = {}
+        self._away: dict[str, Offered] = {}
         self._shared: dict[str, int] = {}
         while self.prefixes.drop_oldest():
             pass
 
-    def leave(self, request: str) -> None:
-        """The request is over, or must give its pages up."""
-        self.offered.pop(request, None)
+    def leave(self, request: str, *, waits: bool = False) -> None:
+        """The request is over, or gives its pages up and waits."""
+        offered = self.offered.pop(request, None)
+        self._away.pop(request, None)
+        if waits and offered is not None:
+            self._away[request] = offered
         self._shared.pop(request, None)
         self.order.leave(request)
         self.prefixes.leave(request)
@@ -151,6 +155,8 @@ class Prompts:
     def goes_on(self, request: str, shared: int) -> None:
         """The request comes back to what it had read, so many tokens of it a prefix's."""
         self._shared[request] = shared
+        if (offered := self._away.pop(request, None)) is not None:
+            self.offered[request] = replace(offered, stops=set())  # who comes later goes on from its end alone
 
     def keep(self, request: str) -> bool:
         """Keeps the cache of a request that has come to a border where it is to be kept; whether it has."""

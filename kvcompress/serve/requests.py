@@ -139,13 +139,16 @@ class Requests:
         if request in self.decoding:
             self._giving_up[request] = shared
         reader = self.reading.get(request)
-        self.drop(request)
+        self._drop(request, waits=True)
         if reader is not None and reader.begun:
             self._swap_out(request, reader.cache, shared)
 
     def drop(self, request: str) -> None:
         """The request is over; one that is not there is no error."""
-        self.prompts.leave(request)
+        self._drop(request, waits=False)
+
+    def _drop(self, request: str, waits: bool) -> None:
+        self.prompts.leave(request, waits=waits)
         self.swap.drop(request)
         if self.reading.pop(request, None) is not None:
             self._changed = True

@@ -34,9 +34,10 @@ class Served:
         asked |= {} if swap is None else {"swap": swap}
         if "enable_chunked_prefill" not in given:
             given = (WHOLE if cache is not None and cache.startswith("pruned") else PARTS) | given
+        given = {"max_num_seqs": 32} | given
         self.llm = LLM(
             str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512,
-            max_num_seqs=32, num_gpu_blocks_override=blocks, kv_cache_memory_bytes=1 << 28, disable_log_stats=True,
+            num_gpu_blocks_override=blocks, kv_cache_memory_bytes=1 << 28, disable_log_stats=True,
             additional_config={"kvcompress": asked} if asked else {}, **given,
         )  # fmt: skip
         core = self.llm.llm_engine.engine_core.engine_core

@@ -311,7 +311,6 @@ def test_softcaps_are_vllms(serve, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lfm2", "model must have no recurrent layers under vLLM"),
         ("deepseek_v3", r"DeepseekV3ForCausalLM must attend by .* in layers \[0, 1\], got \[\]"),
         ("ministral3/yarn", "llama_4_scaling_beta must be unset in the model's config"),
         ("doge", "its layers use the mask of their attention themselves"),

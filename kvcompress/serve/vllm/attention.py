@@ -34,9 +34,10 @@ class CompressedSpec(FullAttentionSpec):
 
 @dataclass
 class Metadata:
-    """engine: None in a trial run of vLLM's, which has no requests."""
+    """engine: None in a trial run of vLLM's, which has no requests. states: what recurrent layers ask, by layer."""
 
     engine: Engine | None
+    states: dict[str, Any]
 
 
 class Builder(AttentionMetadataBuilder):
@@ -47,6 +48,9 @@ class Builder(AttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.engine = ENGINES[kv_cache_spec.engine]
+        if self.engine.states is not None:
+            self.engine.states.open(device)
+            self._init_reorder_batch_threshold(1)  # recurrent layers want those that decode first
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -54,7 +58,10 @@ class Builder(AttentionMetadataBuilder):
         given = common_attn_metadata
         starts, blocks = given.query_start_loc_cpu.tolist(), given.block_table_tensor[:, 0].tolist()
         rows = [Row(blocks[i], starts[i], starts[i + 1] - starts[i]) for i in range(given.num_reqs)]
-        return Metadata(self.engine if self.engine.begin(rows) else None)
+        states = {}
+        if self.engine.states is not None:
+            states = self.engine.states.told(given, [self.engine.name_of(row.block) for row in rows])
+        return Metadata(self.engine if self.engine.begin(rows) else None, states)
 
 
 class Impl(AttentionImpl):
@@ -89,6 +96,10 @@ class Backend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True  # to vLLM, which else makes blocks as large as recurrent states
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:

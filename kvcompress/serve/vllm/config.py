@@ -67,8 +67,11 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     _must_be("cudagraph_mode", compilation.cudagraph_mode, (None, CUDAGraphMode.NONE))
     if vllm_config.use_v2_model_runner:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
-    if model.multimodal_config is not None:
-        raise ValueError(f"model must be one of text alone with a compressed cache, got {model.architecture}")
+    if model.multimodal_config is not None and not model.multimodal_config.language_model_only:
+        raise ValueError(
+            f"language_model_only must be True with a compressed cache, which takes text alone, got "
+            f"{model.architecture}, which takes more"
+        )
     if not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
     engine = Engine(settings, model.hf_config, model.dtype, cache.block_size)
@@ -79,7 +82,7 @@ def configure(vllm_config: Any, settings: Settings) -> None:
         reason = f"prefixes = {settings.prefixes}, which are read up to their borders first"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (True,), reason)
     in_parts = scheduler.enable_chunked_prefill or engine.whole
-    if settings.prefixes is None and not (cache.enable_prefix_caching and in_parts):
+    if settings.prefixes is None and (engine.recurs or not (cache.enable_prefix_caching and in_parts)):
         settings = replace(settings, prefixes=0)
     given = vllm_config.additional_config or {}
     vllm_config.additional_config = {**given, KEY: asdict(settings)}  # for the engine

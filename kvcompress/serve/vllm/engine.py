@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from ..requests import Requests
 from ..served import cache_maker, check_served
 from ..served_pass import Part, ServedPass
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .states import States  # which needs vLLM
 
 ENGINES: dict[str, Engine] = {}  # of this process, by vLLM's instance_id
 
@@ -61,12 +64,13 @@ class Engine:
     def __init__(self, settings: Settings, config: Any, dtype: torch.dtype, block_size: int) -> None:
         self.settings, self.dtype, self.block_size = settings, dtype, block_size
         text = decoder_config(config)
-        if recurs(cache_layers(text)):
-            raise ValueError("model must have no recurrent layers under vLLM, whose cache holds their states otherwise")
+        self.recurs = recurs(cache_layers(text))
+        self.states: States | None = None  # of recurrent layers
         (self.facts, self.softmax), self.decoder = facts_from(config), Decoder(config, dtype)
         if "llama_4_scaling_beta" in (getattr(text, "rope_parameters", None) or {}):
             raise ValueError("llama_4_scaling_beta must be unset in the model's config: vLLM scales no queries by it")
         self.facts.takes_positions, self.facts.asks_length = True, False  # vLLM tells its own models positions
+        self.facts.reads_chunks = True  # its recurrent layers go on in every part
         self.method = restored_method(self.decoder)
         if self.method is not None:
             self.method.check_facts(self.decoder, self.facts)
@@ -85,6 +89,13 @@ class Engine:
         self.whole = is_read_whole(empty)
         self.one_pass = last_part(empty) is None  # a prompt must come in one
         check_prefixes(settings.prefixes, self.one_pass)
+        if self.recurs and (settings.prefixes or settings.swap_nbytes):
+            what = {"prefixes": settings.prefixes, "swap": settings.swap}
+            name = next(name for name in what if what[name])
+            raise ValueError(
+                f"{name} must be 0 or None for a model with recurrent layers, whose states vLLM does not keep, got "
+                f"{what[name]!r}"
+            )
         paged = paged_layers(empty)
         form = Format.of(stored_dtype(empty), dtype)
         size = max(self.facts[layer.index].size for layer in paged or empty.own)
@@ -116,7 +127,7 @@ class Engine:
         pages = memory.numel() // self.page_nbytes * (blocks - 1) // blocks
         self.served = Requests(
             self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory,
-            self.settings.prefixes, self.settings.swap_nbytes,
+            *((0, 0) if self.recurs else (self.settings.prefixes, self.settings.swap_nbytes)),
         )  # fmt: skip
         self.served.bounds, self.served.answer_of = self.bounds, self._answer
         if self.beside:  # prefixes are blocks beside pages, too: half of them, and a request's are left in any case
@@ -260,6 +271,12 @@ class Engine:
     def named(self, name: str, block: int) -> None:
         """A request is known by its first block from now on."""
         self._names[block] = name
+        if self.states is not None:
+            self.states.take(name)
+
+    def name_of(self, block: int) -> str | None:
+        """Of the request whose first block this is; None in a trial run of vLLM's."""
+        return self._names.get(block)
 
     def give_up(self, name: str) -> None:
         """A request that is dropped next is not over."""
@@ -278,6 +295,8 @@ class Engine:
         self._granted.pop(name, None)
         if block is not None:
             self._names.pop(block, None)
+        if self.states is not None:
+            self.states.drop(name)
         self._left = True
 
     def settle(self) -> None:

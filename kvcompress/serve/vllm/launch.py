@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ...caches.base import trained_length_of
 from ...caches.pruned import PrunedCache
@@ -100,13 +100,16 @@ def command_of(
         "--additional-config": json.dumps(passed.additional_config() | {KEY: asked}),
     }  # fmt: skip
     wanted = {"--max-model-len": str(length), "--served-model-name": model}  # where the user says no other
+    title = model
+    if decoder_config(config) is not config:  # it takes images or sounds, too
+        wanted["--language-model-only"], title = "", f"{model}, text alone"
     if engine.one_pass:
         wanted |= _read_whole(settings.cache, length, passed)
     ours |= {name: value for name, value in wanted.items() if not passed.has(name)}
     arguments = [sys.executable, "-m", PROGRAM, folder, *passed.without("--additional-config")]
     for name, value in ours.items():
         arguments += [name, value] if value else [name]
-    return Command(arguments, capacity.lines(model, f"http://{host}:{port}"))
+    return Command(arguments, capacity.lines(title, f"http://{host}:{port}"))
 
 
 def _length(engine: Engine, trained: int, asked: int | None) -> int:
@@ -164,6 +167,7 @@ def _free(config: Any, dtype: torch.dtype) -> int:
     """What the caches may take of what is free, once the weights are there."""
     on_gpu = torch.cuda.is_available()
     free = free_nbytes(torch.device("cuda")) if on_gpu else free_node_nbytes()
+    auto = AutoModelForCausalLM if decoder_config(config) is config else AutoModel
     with torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(config).num_parameters() * dtype.itemsize
+        weights = auto.from_config(config).num_parameters() * dtype.itemsize
     return int(max(free - weights, 0) * SHARES["cuda" if on_gpu else "cpu"])

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -20,11 +22,12 @@ from ...hf.probe import like
 from ...hf.seam import is_rotary
 from ...positions import NormedTables, parts
 from ...softmax import Softmax
-from .attention import CompressedAttention, softmax_of
+from .attention import CompressedAttention, Metadata, softmax_of
 from .config import PREFIX
 from .engine import ENGINES, Engine
 from .scheduler import register_spec
 from .settings import Settings
+from .states import States
 
 _ROTARY = "vllm.model_executor.layers.rotary_embedding."
 
@@ -84,13 +87,26 @@ class Compressed:
                     tables.norm.weight = getattr(module, tables.norm.place).weight
             setattr(module, name, CompressedAttention(attention, index, vllm_config))
         odd = [x for x in self.modules() if _is_rotary(x)]  # type: ignore[attr-defined]
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        odd += [x for x in layers if isinstance(x, AttentionLayerBase) and not isinstance(x, CompressedAttention)]
+        layers = vllm_config.compilation_config.static_forward_context
+        recurrent = {name: x for name, x in layers.items() if isinstance(x, MambaBase)}
+        ours = (CompressedAttention, MambaBase)
+        odd += [x for x in layers.values() if isinstance(x, AttentionLayerBase) and not isinstance(x, ours)]
         if odd:
             raise ValueError(
                 f"layers must attend by vLLM's Attention and rotate beside it, got {type(odd[0]).__name__}"
             )
+        if recurrent:
+            engine.states = States(recurrent, vllm_config)
+            self.register_forward_pre_hook(_tell)  # type: ignore[attr-defined]
         ENGINES[vllm_config.instance_id] = engine
+
+
+def _tell(*_: Any) -> None:
+    """Recurrent layers, of whose cache vLLM does not know, are told of the step."""
+    told = get_forward_context().attn_metadata
+    if isinstance(told, dict):
+        for metadata in [x for x in told.values() if isinstance(x, Metadata)][:1]:
+            told.update(metadata.states)
 
 
 def _stilled(model: Any) -> bool:

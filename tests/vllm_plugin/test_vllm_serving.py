@@ -273,6 +273,7 @@ DENSE_CACHE, SHORT = "dense", "streaming,window_size=40,num_sink_tokens=4"
 KINDS = {
     "gemma3_text/sliding": SHORT,  # two rotations, windows
     "gemma4_text/shared": PRUNED,  # layers that read others' keys, heads of two sizes
+    "gemma4_text/k_eq_v": PRUNED,  # layers with other numbers of KV heads
     "gpt_oss/sliding": PRUNED,  # sinks
     "cohere2/sliding": SHORT,  # neighbours rotate, some layers not at all
     "llama4_text/chunked": PRUNED,  # chunks, neighbours in transformers and halves in vLLM
@@ -290,6 +291,7 @@ def test_kinds_of_layers_give_the_tokens_of_transformers(serve, tmp_path, monkey
     for field, value in {"hidden_size": 128, "head_dim": 32}.items():  # that vLLM has attention for
         monkeypatch.setitem(BASE, field, value)
     more = {"num_experts": None} if name.startswith("gemma4") else {"num_experts_per_tok": 1}
+    more |= {"num_global_key_value_heads": 1, "global_head_dim": 32} if name.endswith("k_eq_v") else {}
     more |= {"floor_scale": 10**6}  # vLLM tunes no temperature where max_model_len is at most 32,768
     configuration = CONFIGURATIONS[name]
     model = replace(configuration, settings=configuration.settings | more).model(seed=1)

@@ -124,8 +124,11 @@ class CompressedAttention(Attention):
         self.impl.like, self.impl.index = like.impl, index
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompressedSpec:
-        block_size, engine = vllm_config.cache_config.block_size, vllm_config.instance_id
-        return CompressedSpec(  # a slot is bytes to vLLM, codes and scales or numbers
-            block_size=block_size, num_kv_heads=self.num_kv_heads,
-            head_size=ENGINES[engine].page_nbytes // block_size, head_size_v=0, dtype=torch.uint8, engine=engine,
-        )  # fmt: skip
+        block_size, name = vllm_config.cache_config.block_size, vllm_config.instance_id
+        engine = ENGINES[name]
+        # a slot is bytes to vLLM, codes and scales or numbers; as many in every layer, so that all are one group
+        heads = [facts.kv_heads for facts in engine.facts.values() if facts.reads is None]
+        nbytes = -(-sum(heads) * (engine.page_nbytes // block_size) // len(heads))
+        return CompressedSpec(
+            block_size=block_size, num_kv_heads=1, head_size=nbytes, head_size_v=0, dtype=torch.uint8, engine=name
+        )

@@ -45,7 +45,7 @@ static inline const char *next_at(const page_rows *of, int64_t row, int64_t t, i
     const int64_t slot = slot_of(of, row, t, min_of(most, end - t), &run);
     const char *next = (const char *)of->pages + slot * of->bytes;
     for (int64_t i = 0; of->scales && i < run; i += 32) __builtin_prefetch(of->scales + slot + i); /* of a line each */
-    for (int64_t i = 0; i < run * of->bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
+    for (int64_t i = 0; i < run * of->bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i, 0, 2);
     return next;
 }
 

@@ -168,8 +168,8 @@ byte_dots_block(int32_t *c, int64_t ldc, const byte_query *q, int64_t D, const c
             }
 #pragma GCC unroll 4
             for (int n = 0; n < 4; n++) {
-                __builtin_prefetch(ahead);
-                __builtin_prefetch(ahead + LINE);
+                __builtin_prefetch(ahead, 0, 2);
+                __builtin_prefetch(ahead + LINE, 0, 2);
                 ahead += 2 * LINE;
 #pragma GCC unroll 4
                 for (int i = 0; i < queries; i++) {

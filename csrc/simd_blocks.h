@@ -110,7 +110,7 @@ BLOCKS_INLINE const char *ahead_of(const char *rows, int64_t size, int64_t at, i
 
 BLOCKS_INLINE void fetch_ahead(const char *rows, int64_t size, int64_t at, int64_t bytes, const char *next) {
     const char *ahead = ahead_of(rows, size, at, bytes, next);
-    for (int64_t i = 0; ahead && i < bytes; i += LINE) __builtin_prefetch(ahead + i);
+    for (int64_t i = 0; ahead && i < bytes; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
 }
 
 /* VEC_WIDTH / queries keys against 1, 2 or 4 queries: VEC_WIDTH accumulators, summed across lanes together. */
@@ -207,7 +207,7 @@ BLOCKS_INLINE void mix_block(float *y, int64_t D, const float *w, int64_t ldw, c
     for (int64_t t = 0; t < keys; t++, v += step) {
         vec value[2 * VEC_COLUMNS];
         if (ahead) {
-            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i);
+            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
             ahead += step;
         }
 #pragma GCC unroll 8

@@ -92,7 +92,7 @@ CODES_INLINE void CODES(code_mix_block)(int32_t *y, int64_t D, const int16_t *w,
         const int two = t + 1 < keys;
         const char *at = v + t * step + d;
         ivec codes[2][2], pair[4];
-        if (ahead) __builtin_prefetch(ahead + t * step);
+        if (ahead) __builtin_prefetch(ahead + t * step, 0, 2);
         codes[0][0] = ivec_bytes(at, count);
         codes[1][0] = two ? ivec_bytes(at + step, count) : ivec_zero();
         if (kind == KVC_INT4) {

@@ -81,19 +81,21 @@ def test_vllm_is_told_the_cache_the_memory_and_the_length_and_the_rest_is_passed
     }  # fmt: skip
     assert lines[:2] == [
         "model    example: float32, at most 2,048 tokens of a prompt and its answer",
-        "cache    dense: 64.0 MiB, in blocks of 32 tokens",
+        "cache    dense: 64.0 MiB, in blocks of 64 tokens",
     ]
     assert lines[3] == "server   vLLM's, at http://127.0.0.1:81"
 
 
 def test_requests_that_fit_are_counted_as_the_plugin_counts_them(folder):
-    block = 2 * 32 * 16 * 4 * 6  # keys and values, slots, head dim, float32, KV heads of all layers
-    _, _, lines = made(folder, cache="dense", memory=33 * block)  # one block is never given out
+    block = 2 * 64 * 16 * 4 * 6  # keys and values, slots, head dim, float32, KV heads of all layers
+    _, _, lines = made(folder, cache="dense", memory=17 * block)  # one block is never given out
     assert lines[2] == "requests prompts that fit at once: 2 of 512 tokens"
-    _, _, lines = made(folder, "--block-size", "8", cache="pruned,pruner=snapkv,window=4,keep=8", memory=11 * block)
+    _, _, lines = made(
+        folder, "--block-size", "8", cache="pruned,pruner=snapkv,window=4,keep=8", memory=11 * block // 2
+    )
     assert lines[2] == "requests prompts that fit at once: 43 of 512 tokens"
-    with pytest.raises(ValueError, match=r"memory must be at least .* \(417792B\) for a request of 512 tokens, got"):
-        made(folder, cache="dense", memory=16 * block)
+    with pytest.raises(ValueError, match=r"memory must be at least .* \(442368B\) for a request of 512 tokens, got"):
+        made(folder, cache="dense", memory=8 * block)
 
 
 @pytest.mark.parametrize("memory", [8 << 20, None])
@@ -135,7 +137,7 @@ def test_a_long_model_gets_a_length_that_a_step_can_read_whole(tmp_path):
     memory, lengths = 1 << 30, [1024, 8192, 32768]
     _, options, lines = made(tmp_path, memory=memory)
     assert options["--max-model-len"] == [str(1 << 17)]
-    fits = ", ".join(f"{(memory // 24576 - 1) // (tokens // 32):,} of {tokens:,} tokens" for tokens in lengths)
+    fits = ", ".join(f"{(memory // 49152 - 1) // (tokens // 64):,} of {tokens:,} tokens" for tokens in lengths)
     assert lines[2] == f"requests prompts that fit at once: {fits}"
 
 
@@ -214,7 +216,7 @@ def test_memory_that_the_environment_says_is_refused():
         (("--cache", "pruned,pruner=criticalkv:tova,keep=8"), "pruner must not ask for the output projections under"),
         (("--cache", f"gated,gates={hidden_gates_folder()},threshold=0"), "gates must look at queries under vLLM"),
         (("--cache", PRUNED + ",page_size=8"), "page_size must not be given for a cache that is served"),
-        (("--memory", "1KiB"), "--memory: memory must be at least 408.0 KiB (417792B) for a request of 512 tokens"),
+        (("--memory", "1KiB"), "--memory: memory must be at least 432.0 KiB (442368B) for a request of 512 tokens"),
         (("--cache", WHOLE, "--enable-chunked-prefill"), "--enable-chunked-prefill must not be given with pruned"),
         (("--cache", WHOLE, "--max-num-batched-tokens", "99"), "--max-num-batched-tokens must be at least --max-"),
         (("--max-model-len", "auto"), "--max-model-len must be a number of tokens, such as 8192 or 8K, got auto"),

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import ops
 from ..checks import MOST_INT32, need_integer
 from .formats import FORMATS, Dtypes, Format, Slots, scales_of, slot_nbytes
+from .huge import advise_huge
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -264,11 +265,16 @@ class PageStore:
     def _add_pages(self, count: int, memory: Tensor | None = None) -> None:
         old, free, arrays = self.pages, self.free_at_least + self.claimed(), {}
         if memory is not None:
+            advise_huge(memory, written=True)
             sizes = [count * math.prod(x.shape[1:]) * x.element_size() for x in self.arrays.values()]
             parts = memory[: sum(sizes)].split(sizes)
         for i, (name, array) in enumerate(self.arrays.items()):
             shape = (old + count, *array.shape[1:])
-            arrays[name] = array.new_empty(shape) if memory is None else parts[i].view(array.dtype).view(shape)
+            if memory is None:
+                arrays[name] = array.new_empty(shape)
+                advise_huge(arrays[name])
+            else:
+                arrays[name] = parts[i].view(array.dtype).view(shape)
             arrays[name][:old] = array
         # pages are handed out from the end of the list: old ones first, then new ones from the lowest
         added = torch.arange(old + count - 1, old - 1, -1, dtype=torch.int32, device=self.refs.device)

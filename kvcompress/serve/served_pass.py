@@ -60,27 +60,36 @@ class ServedPass(Pass):
             given, turn = self._given(queries, keys, values), self.turn
             return self._decode(layer, softmax, given) if turn < 0 else self._read(turn, layer, softmax, given)
         out = values.new_empty(*queries.shape[:3], values.shape[3])
-        self.attend_to(layer, queries, keys, values, softmax, out)
+        q, k, v, attended = (x.transpose(0, 2) for x in (queries, keys, values, out))
+        self.attend_to(layer, q, k, v, softmax, attended)
         out[:, :, self.decoding + sum(part.tokens for part, _ in self.parts) :] = 0
         return out
 
     def attend_to(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor
     ) -> None:
-        """The same into out [1, Hq, T, D]; other tokens' are left as they are."""
-        given = self._given(queries, keys, values)
-        if self.decoding:
-            own = [self._of_decoding(x[0]).transpose(0, 1)[:, :, None] for x in given]
-            self._put(out[0], self._decode(layer, softmax, own)[:, :, 0].transpose(0, 1))
-        end = self.decoding
+        """The same of tokens that are a batch, [T, H, 1, D], into out [T, Hq, 1, D]; other tokens' are left as they
+        are."""
+        given, n = self._given(queries, keys, values), self.decoding
+        if n and self.at is not None:
+            out.index_copy_(0, self.at, self._decode(layer, softmax, [x.index_select(0, self.at) for x in given]))
+        elif n == len(out):
+            out.copy_(self._decode(layer, softmax, given))
+        elif n:
+            out[:n] = self._decode(layer, softmax, [x[:n] for x in given])
+        end = n
         for i, (part, _) in enumerate(self.parts):
             start = end if self.starts is None else self.starts[i]
             end = start + part.tokens
-            out[:, :, start:end] = self._read(i, layer, softmax, [x[:, :, start:end] for x in given])
+            own = self._read(i, layer, softmax, [x[start:end].transpose(0, 2) for x in given])
+            out[start:end] = own.transpose(0, 2)
 
-    def _given(self, *given: Tensor) -> list[Tensor]:
+    def _given(self, queries: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Queries, keys and values, and what enters attention where that is asked for."""
-        return [*given, *([] if self.entering is None else [self.entering])]
+        if self.entering is None:
+            return [queries, keys, values]
+        entering = self.entering if self.turn is not None else self.entering.transpose(0, 2)
+        return [queries, keys, values, entering]
 
     def _decode(self, layer: int, softmax: Softmax, given: Sequence[Tensor]) -> Tensor:
         """given: [n, H, 1, D] each. Returns [n, Hq, 1, D], zeros once those who decode have failed."""
@@ -105,17 +114,6 @@ class ServedPass(Pass):
             except RuntimeError as error:
                 self.failed[part.request] = str(error)
         return given[2].new_zeros(*given[0].shape[:3], given[2].shape[3])
-
-    def _of_decoding(self, x: Tensor) -> Tensor:
-        """[H, n, D] of x [H, T, D]."""
-        return x[:, : self.decoding] if self.at is None else x.index_select(1, self.at)
-
-    def _put(self, out: Tensor, attended: Tensor) -> None:
-        """attended: [Hq, n, D]. out: [Hq, T, D]."""
-        if self.at is None:
-            out[:, : self.decoding] = attended
-        else:
-            out.index_copy_(1, self.at, attended)
 
     def _finite(self, *given: Tensor) -> list[Tensor]:
         """given: [n, H, 1, D] each, with zeros for requests some of whose numbers are not finite."""

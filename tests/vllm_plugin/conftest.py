@@ -34,7 +34,7 @@ class Served:
         asked |= {} if swap is None else {"swap": swap}
         if "enable_chunked_prefill" not in given:
             given = (WHOLE if cache is not None and cache.startswith("pruned") else PARTS) | given
-        given = {"max_num_seqs": 32} | given
+        given = {"max_num_seqs": 32, "block_size": 32} | given  # small blocks, of which a few requests need many
         self.llm = LLM(
             str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=512,
             num_gpu_blocks_override=blocks, kv_cache_memory_bytes=1 << 28, disable_log_stats=True,

@@ -95,7 +95,7 @@ def test_the_command_serves_until_it_is_told_to_stop(told, tmp_path):
     said = log.read_text()
     lines = said.splitlines()
     assert lines[0] == "model    example: float32, at most 512 tokens of a prompt and its answer"
-    assert lines[1] == f"cache    {CACHE}: 64.0 MiB, in blocks of 32 tokens"
+    assert lines[1] == f"cache    {CACHE}: 64.0 MiB, in blocks of 64 tokens"
     assert "Compressed KV cache: " + CACHE in said and "Found duplicate keys" not in said
 
 

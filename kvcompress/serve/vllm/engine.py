@@ -352,7 +352,7 @@ class Engine:
         facts = self.facts[layer]
         if keys is None or values is None:  # nobody looks at them
             keys = values = queries[:, : facts.kv_heads]
-        q, k, v, attended = (x.transpose(0, 1)[None] for x in (queries, keys, values, out))
+        q, k, v, attended = (x.unsqueeze(2) for x in (queries, keys, values, out))
         q, k, v = facts.framed(q), facts.framed(k, keys=True), facts.padded(v)
         if facts.size == facts.value_dim:
             self._pass.attend_to(layer, q, k, v, softmax, attended)

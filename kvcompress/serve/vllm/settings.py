@@ -13,7 +13,9 @@ from ..memory import swap_nbytes
 from ..prefixes import check_prefixes
 
 KEY = "kvcompress"  # in vLLM's additional_config
-BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every KV head of every layer empty
+# where none was given: a request leaves half a page of every KV head of every layer empty; of fewer slots, CPUs wait
+# for memory once a page
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)

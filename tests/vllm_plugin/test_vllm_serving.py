@@ -344,7 +344,7 @@ def test_layers_that_are_others_in_vllm_than_in_transformers_are_refused(serve, 
 
 
 def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):
-    served = serve(folders["plain"], None)
+    served = serve(folders["plain"], None, block_size=None)
     worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     model, config = worker.model_runner.model, served.config
     assert type(model) is TheirLlama and type(served.scheduler) is Scheduler and served.engine is None

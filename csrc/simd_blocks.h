@@ -97,7 +97,8 @@ static void gemm(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
 /* ---- a few queries against typed rows ---- */
 
 /* Rows stream through once, several of them side by side, which the CPU's own prefetcher follows badly: ask for what lies
- * KVC_AHEAD bytes further on, or as far into `next` where the rows end before. */
+ * KVC_AHEAD bytes further on, or as far into `next` where the rows end before. Into the second level of cache: the first
+ * can wait for few lines at a time, which the loads themselves need where pages lie anywhere. */
 enum { LINE = 64 };
 
 /* What is KVC_AHEAD behind `bytes` at place `at` of rows of `size` bytes; NULL where nothing is, or not all in one place. */

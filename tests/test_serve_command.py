@@ -10,10 +10,11 @@ import pytest
 import torch
 from helpers import deciding_model, tiny_model
 from published_gates import hidden_gates_folder
-from transformers import Lfm2Config
+from transformers import Lfm2Config, Qwen2Config
 from typer.testing import CliRunner
 
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from kvcompress.caches import huge
 from kvcompress.cli import app
 from kvcompress.models import EXAMPLE
 from kvcompress.serve.vllm import launch
@@ -106,9 +107,25 @@ def test_a_model_that_takes_images_too_is_served_for_text_alone(tmp_path, memory
     assert "--language-model-only" not in made(tmp_path, "--language-model-only=true", memory=memory)[1]
 
 
-def test_what_a_streaming_cache_keeps_beside_blocks_has_its_half(folder):
-    _, options, lines = made(folder, cache="streaming,window_size=60,num_sink_tokens=4", memory=8 << 20)
-    assert options["--kv-cache-memory-bytes"] == [str(4 << 20)] and "8.0 MiB" in lines[1]
+@pytest.mark.parametrize(("system", "vllm"), [("linux", 8 << 20), ("darwin", 4 << 20)])
+def test_what_a_streaming_cache_keeps_beside_blocks_has_its_half_where_unused_memory_is_not_given_back(
+    folder, monkeypatch, system, vllm
+):
+    monkeypatch.setattr(huge.sys, "platform", system)
+    _, options, lines = made(folder, cache="streaming,window_size=71,num_sink_tokens=4", memory=8 << 20)
+    assert options["--kv-cache-memory-bytes"] == [str(vllm)] and "8.0 MiB" in lines[1]
+    block = 2 * 64 * 16 * 4 * 6
+    assert lines[2].endswith(f"at once: {(vllm // block - 1) * 64 // 75} of 512 tokens")
+
+
+def test_models_that_vllm_attends_to_in_chunks_are_refused_by_name(tmp_path):
+    config = Qwen2Config(
+        hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1, intermediate_size=32,
+        vocab_size=64, dual_chunk_attention_config={"chunk_size": 64, "local_size": 8},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="dual_chunk_attention_config must be unset in the model's config"):
+        made(tmp_path)
 
 
 def test_prompts_that_are_read_whole_fit_into_a_step(folder):

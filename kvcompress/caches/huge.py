@@ -1,10 +1,12 @@
-"""Memory in huge pages, where the host has them: rows' pages lie anywhere in it, and are found sooner then."""
+"""Memory of the host's: in huge pages, where it has them, as rows' pages lie anywhere in it and are found sooner then;
+and only where numbers are written."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
+import torch
 from torch import Tensor
 
 HUGE = 2 << 20  # bytes of one
@@ -13,14 +15,19 @@ _DONTNEED, _HUGEPAGE = 4, 14  # of Linux's madvise
 
 def advise_huge(x: Tensor, *, written: bool = False) -> None:
     """Asks Linux for huge pages under a tensor, as far as whole ones lie in it; nothing elsewhere, and where it has
-    none to give. x: contiguous, of numbers that nobody needs. written: it has been written to, so that other pages are
-    under it already: they are given back, and it is all zeros."""
+    none to give. x: contiguous, of numbers that nobody needs. written: it has been written to: its memory is given
+    back, and comes again, as zeros, where somebody writes."""
     start = -(-x.data_ptr() // HUGE) * HUGE
     nbytes = (x.data_ptr() + x.nbytes - start) // HUGE * HUGE
-    if not (x.is_cpu and sys.platform == "linux" and nbytes > 0):
+    if not (gives_back(x.device) and nbytes > 0):
         return
     madvise = ctypes.CDLL(None).madvise
     place = ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
-    if madvise(*place, _HUGEPAGE) == 0 and written:
+    madvise(*place, _HUGEPAGE)
+    if written:
         madvise(*place, _DONTNEED)
-        x.zero_()  # takes the new pages at once, as whoever gave this memory had taken the old ones
+
+
+def gives_back(device: torch.device) -> bool:
+    """Whether memory that nobody writes to costs nothing there."""
+    return device.type == "cpu" and sys.platform == "linux"

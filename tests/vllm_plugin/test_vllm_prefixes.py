@@ -200,8 +200,8 @@ def test_the_longest_request_finds_all_memory_though_prefixes_hold_it(serve, fol
 def test_windows_of_prefixes_are_counted_as_blocks(serve, folders, prompts):
     cache = "streaming,window_size=60"
     served, given = serve(folders["plain"], cache, blocks=17), alike(prompts)
-    prefixes, beside = served.engine.requests.prefixes, served.engine.beside
-    assert (beside, prefixes.most) == (2, 3)
+    prefixes, window = served.engine.requests.prefixes, served.engine.window
+    assert (window, prefixes.most) == (64, 3)
     wanted = alone(example(cache), cache, given, 9)
     assert [served.generate(given, 9)[0] for _ in range(2)] == [wanted] * 2 and 0 < len(prefixes) <= 3
     assert served.engine.requests.prompts.hits > 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from ...caches.huge import gives_back
 from ...units import size
 from .engine import Engine
 
@@ -12,8 +15,9 @@ LENGTHS = (1024, 8192, 32768)  # tokens of prompts that are said to fit, as far 
 
 @dataclass(frozen=True)
 class Capacity:
-    """nbytes: of all requests' caches. length: most tokens of a prompt and its answer. What lies beside vLLM's blocks
-    (a streaming cache's all) is counted in them, and so vLLM gets what is left.
+    """nbytes: of all requests' caches, on `device`. length: most tokens of a prompt and its answer. What lies beside
+    vLLM's memory (a streaming cache's windows, and those of layers that see one) is counted as blocks of it. A GPU has
+    that memory from the start, used or not, and so vLLM gets what is left there.
 
     Raises ValueError for memory that holds no request of that length.
     """
@@ -21,9 +25,11 @@ class Capacity:
     engine: Engine
     nbytes: int
     length: int
+    device: torch.device
 
     def __post_init__(self) -> None:
-        needed = self._nbytes_for(self.engine.blocks_for(self.length) + 1)
+        shares, of = self._shares
+        needed = -(-(self.engine.blocks_for(self.length) + 1) * self.block_nbytes * shares // of)
         if self.nbytes < needed:
             raise ValueError(
                 f"memory must be at least {size(needed)} ({needed}B) for a request of {self.length:,} tokens, got "
@@ -33,17 +39,18 @@ class Capacity:
     @property
     def block_nbytes(self) -> int:
         """Of a page of every KV head of every layer."""
-        return self.engine.page_nbytes * sum(facts.kv_heads for facts in self.engine.facts.values())
+        return self.engine.page_nbytes * self.engine.heads
 
     @property
     def vllm_nbytes(self) -> int:
         """Of its blocks."""
-        return self.nbytes // (2 if self.engine.beside else 1)
+        shares, of = self._shares
+        return self.nbytes * of // shares
 
     def at_once(self, tokens: int) -> int:
         """How many prompts of so many tokens fit at once; with a learned ratio, of which nothing is known before
         prompts are read, by the ratio that is expected."""
-        return (self.vllm_nbytes // self.block_nbytes - 1) // self.engine.blocks_for(tokens)
+        return self.engine.fit(self.vllm_nbytes // self.block_nbytes - 1, tokens)
 
     def lines(self, name: str, address: str) -> list[str]:
         """What the command says. name: of the model."""
@@ -60,5 +67,9 @@ class Capacity:
             f"server   vLLM's, at {address}",
         ]
 
-    def _nbytes_for(self, blocks: int) -> int:
-        return blocks * self.block_nbytes * (2 if self.engine.beside else 1)
+    @property
+    def _shares(self) -> tuple[int, int]:
+        """What all takes, for so much of vLLM's memory."""
+        if gives_back(self.device):
+            return 1, 1
+        return 2 * self.engine.heads - self.engine.bounds.rows, self.engine.heads

@@ -69,6 +69,11 @@ class Engine:
         (self.facts, self.softmax), self.decoder = facts_from(config), Decoder(config, dtype)
         if "llama_4_scaling_beta" in (getattr(text, "rope_parameters", None) or {}):
             raise ValueError("llama_4_scaling_beta must be unset in the model's config: vLLM scales no queries by it")
+        if getattr(text, "dual_chunk_attention_config", None) is not None:
+            raise ValueError(
+                "dual_chunk_attention_config must be unset in the model's config: its positions begin anew in every "
+                "chunk, which no cache here follows"
+            )
         self.facts.takes_positions, self.facts.asks_length = True, False  # vLLM tells its own models positions
         self.facts.reads_chunks = True  # its recurrent layers go on in every part
         self.method = restored_method(self.decoder)
@@ -104,9 +109,10 @@ class Engine:
         self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
         if self.bounds.learned:
             self.bounds.share = self.bounds.share / settings.ratio
-        self.beside = 0  # blocks of a request that lies beside pages
+        self.heads = sum(facts.kv_heads for facts in self.facts.values() if facts.reads is None)
+        self.window = 0  # slots of a request that lies beside pages, in blocks that stand for them
         if isinstance(empty, StreamingCache):
-            self.beside = -(-(empty.window_size + empty.num_sink_tokens) // block_size)
+            self.window = empty.window_size + empty.num_sink_tokens
         self.served: Requests | None = None
         self.known: Mapping[str, Any] = {}
         self.failed: dict[str, str] = {}
@@ -120,19 +126,20 @@ class Engine:
         self._granted: dict[str, int] = {}  # pages of this step's parts of prompts
         self._held: dict[str, int] = {}
         self._stock = -1
+        self._windows: dict[str, int] = {}  # blocks that stand for a request's window
         self._pass: ServedPass | None = None
 
     def open(self, memory: Tensor, blocks: int) -> None:
         """memory: uint8 [n], the whole KV cache. blocks: how many vLLM makes of it; one of them it never gives out."""
-        pages = memory.numel() // self.page_nbytes * (blocks - 1) // blocks
+        pages = max(self.bounds.rows * (blocks - 1), 1)  # what blocks stand for else is never written to
         self.served = Requests(
             self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory,
             *((0, 0) if self.recurs else (self.settings.prefixes, self.settings.swap_nbytes)),
         )  # fmt: skip
         self.served.bounds, self.served.answer_of = self.bounds, self._answer
-        if self.beside:  # prefixes are blocks beside pages, too: half of them, and a request's are left in any case
-            prefixes = self.served.prefixes
-            prefixes.most = max(min(prefixes.most, ((blocks - 1) // self.beside - 1) // 2), 0)
+        if self.window:  # prefixes are windows, too: half of them, and a request's are left in any case
+            prefixes, most = self.served.prefixes, self.fit(blocks - 1, 1)
+            prefixes.most = max(min(prefixes.most, (most - 1) // 2), 0)
 
     @property
     def requests(self) -> Requests:
@@ -234,13 +241,23 @@ class Engine:
         return self._part(name, tokens).tokens
 
     def prefix_blocks(self, name: str, free: int) -> int:
-        """Blocks that prefixes are counted as; they give way where no more than these are free."""
-        if not self.beside:
+        """Blocks that prefixes are counted as beside one more request; they give way where no more than these are
+        free."""
+        if not self.window:
             return 0
         prefixes, own = self.requests.prefixes, self.requests.prompts.found(name)
-        while len(prefixes) * self.beside > free and prefixes.drop_oldest([own]):
+        requests = len(self._windows) + 1
+
+        def blocks() -> int:
+            return self._window_blocks(requests + len(prefixes)) - self._window_blocks(requests)
+
+        while blocks() > free and prefixes.drop_oldest([own]):
             pass
-        return len(prefixes) * self.beside
+        return blocks()
+
+    def _window_blocks(self, windows: int) -> int:
+        """Of so many windows together: each alone would not fill its last one."""
+        return -(-windows * self.window // self.block_size)
 
     def grant(self, name: str, tokens: int) -> None:
         """The request may read up to its first `tokens` tokens in this step: their pages are its own."""
@@ -252,8 +269,14 @@ class Engine:
         if name not in served.decoding:
             self._granted[name] = served.part_pages(self._part(name, tokens - served.prompts.seen(name)))
 
+    def first_blocks(self) -> int:
+        """vLLM's blocks of the next request that is let in."""
+        return max(self._window_blocks(len(self._windows) + 1) - sum(self._windows.values()), 1)
+
     def blocks_of(self, name: str) -> int:
         """vLLM's blocks that a request's pages make, of those that were counted last."""
+        if self.window:
+            return self._windows[name]
         served = self.requests
         if self._stock != served.store.stock:
             self._held, self._stock = served.held(), served.store.stock
@@ -262,15 +285,24 @@ class Engine:
             own -= self._forked.get(name, 0)
         elif name in served.reading:  # what waits to be pruned
             own = min(own, self.bounds.expected(served.reading[name].prompt))
-        return max(own // max(self.bounds.rows, 1), self.beside, 1)
+        return max(own // max(self.bounds.rows, 1), 1)
 
     def blocks_for(self, tokens: int) -> int:
         """Those of a prompt of so many tokens, as far as is known before it is read."""
-        return max(-(-self.bounds.expected(tokens) // max(self.bounds.rows, 1)), self.beside, 1)
+        pages = self.bounds.expected(tokens)
+        return max(self._window_blocks(1), -(-pages // max(self.bounds.rows, 1)), 1)
 
-    def named(self, name: str, block: int) -> None:
-        """A request is known by its first block from now on."""
-        self._names[block] = name
+    def fit(self, blocks: int, tokens: int) -> int:
+        """How many such prompts fit at once in so many blocks."""
+        if self.window:
+            return min(blocks, blocks * self.block_size // self.window)
+        return blocks // self.blocks_for(tokens)
+
+    def named(self, name: str, blocks: Sequence[int]) -> None:
+        """A request is known by the first of its blocks from now on. blocks: those that it begins with."""
+        self._names[blocks[0]] = name
+        if self.window:
+            self._windows[name] = len(blocks)
         if self.states is not None:
             self.states.take(name)
 
@@ -293,6 +325,7 @@ class Engine:
         self._held.pop(name, None)
         self._forked.pop(name, None)
         self._granted.pop(name, None)
+        self._windows.pop(name, None)
         if block is not None:
             self._names.pop(block, None)
         if self.states is not None:

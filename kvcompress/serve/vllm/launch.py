@@ -89,9 +89,10 @@ def command_of(
     settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, 1.0 if ratio is None else ratio, swap=swap)
     engine = Engine(settings, config, chosen, passed.count("--block-size") or BLOCK_SIZE)
     length = _length(engine, trained_length_of(config), passed.count("--max-model-len"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if memory is None:
-        memory = _free(config, chosen)
-    capacity = Capacity(engine, memory, length)
+        memory = _free(config, chosen, device)
+    capacity = Capacity(engine, memory, length, device)
     asked: dict[str, Any] = {"cache": settings.cache, "ratio": settings.ratio}
     asked |= {} if swap is None else {"swap": swap}
     ours = {
@@ -163,11 +164,10 @@ def _dtype(model: str, config: Any, dtype: str) -> torch.dtype:
     return need_dtype(dtype) or (own if own in FLOATS else torch.bfloat16)
 
 
-def _free(config: Any, dtype: torch.dtype) -> int:
+def _free(config: Any, dtype: torch.dtype, device: torch.device) -> int:
     """What the caches may take of what is free, once the weights are there."""
-    on_gpu = torch.cuda.is_available()
-    free = free_nbytes(torch.device("cuda")) if on_gpu else free_node_nbytes()
+    free = free_nbytes(device) if device.type == "cuda" else free_node_nbytes()
     auto = AutoModelForCausalLM if decoder_config(config) is config else AutoModel
     with torch.device("meta"):
         weights = auto.from_config(config).num_parameters() * dtype.itemsize
-    return int(max(free - weights, 0) * SHARES["cuda" if on_gpu else "cpu"])
+    return int(max(free - weights, 0) * SHARES[device.type])

@@ -50,7 +50,7 @@ class CompressedManager(FullAttentionManager):
         held = self.req_to_blocks[request_id]
         new = self.block_pool.get_new_blocks(self._missing(request_id))
         if not held:
-            self.engine.named(request_id, new[0].block_id)
+            self.engine.named(request_id, [block.block_id for block in new])
         self.engine.grant(request_id, num_tokens)
         held.extend(new)
         return list(new)
@@ -63,7 +63,7 @@ class CompressedManager(FullAttentionManager):
     def _missing(self, request_id: str) -> int:
         held = len(self.req_to_blocks.get(request_id, ()))
         if not held:
-            return max(1, self.engine.beside)
+            return self.engine.first_blocks()
         return max(min(self.engine.blocks_of(request_id) - held, self.block_pool.get_num_free_blocks()), 0)
 
 

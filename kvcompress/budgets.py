@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import MOST_INT32, need_integer
-from .homes import elsewhere
+from .support.checks import MOST_INT32, need_integer
+from .support.homes import elsewhere
 from .support.kvpress_names import refuse_theirs
 from .support.presets import preset_of
-from .units import Keep, instead_of
+from .support.units import Keep, instead_of
 
 __all__ = ["AdaKV", "Budget", "GlobalTopK", "PyramidKV", "Uniform"]
 if not TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from .caches.spec import DENSE, CacheSpec
-from .checks import need
 from .hf import attach
 from .hf.argument import CACHE, cache_of
 from .reading import prefilling
+from .support.checks import need
 
 DEFAULT = "pruned,keep=1/4"
 

@@ -26,7 +26,7 @@ from .pruners import SnapKV
 from .reading.prefilling import prefill
 from .support.process_memory import PeakMemory
 from .support.progress import showing
-from .units import size
+from .support.units import size
 
 
 @dataclass(frozen=True)

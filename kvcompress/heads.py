@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .checks import MOST_INT32, need, need_integer, need_number
+from .support.checks import MOST_INT32, need, need_integer, need_number
 from .support.files import read_fields, write_text
 from .support.names import file_of
 

@@ -18,11 +18,11 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from .caches.base import CompressedCache
 from .caches.spec import DENSE, CacheSpec
-from .checks import need, need_text
 from .hf.argument import with_cache
 from .hf.attach import attach, is_attached
 from .pruners import Pruner
 from .reading.prefilling import prefill
+from .support.checks import need, need_text
 
 TASK = "kvcompress-text-generation"
 

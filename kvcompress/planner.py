@@ -12,7 +12,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from . import ops
-from .checks import need_integer
+from .support.checks import need_integer
 
 __all__ = ["Adaptive", "Plan", "plan"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .checks import MOST_INT32, need_integer
+from .support.checks import MOST_INT32, need_integer
 
 
 def parts(out: Any) -> tuple[Tensor, Tensor]:

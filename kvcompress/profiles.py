@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .budgets import Budget, flat_topk
-from .checks import need
+from .support.checks import need
 from .support.files import read_fields, write_text
 from .support.names import file_of
 

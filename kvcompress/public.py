@@ -9,7 +9,6 @@ from .caches.spec import CacheSpec
 from .dmc.cache import DMCCache
 from .gates.cache import GatedCache
 from .hf import attach, detach, from_pretrained
-from .homes import MODULES as MODULES
 from .models import load_example_model
 from .planner import plan
 from .pod.cache import PoDCache
@@ -17,6 +16,7 @@ from .positions import RemoteGap
 from .pruners import Gate, KeyDiff, KVzip, Replay, SnapKV
 from .reading.prefilling import generate, prefill
 from .reading.reader import Reading, read
+from .support.homes import MODULES as MODULES
 
 __all__ = [
     "AdaKV",

@@ -13,7 +13,7 @@ from kvcompress import AdaKV, GlobalTopK, PrunedCache, PyramidKV, Uniform
 from kvcompress.budgets import Budget, CacheShape
 from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import H2O, RKV, CriticalKV, SnapKV
-from kvcompress.units import Keep, instead_of
+from kvcompress.support.units import Keep, instead_of
 
 SHAPE = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=16)
 

@@ -16,8 +16,8 @@ from setuptools import Distribution
 
 import kvcompress
 from kvcompress import _C, public
-from kvcompress.homes import hint_of
 from kvcompress.support import versions
+from kvcompress.support.homes import hint_of
 from kvcompress.support.kvpress_names import ELSEWHERE
 from kvcompress.support.versions import NEEDED, check_serving, check_versions
 

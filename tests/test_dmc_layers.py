@@ -13,8 +13,8 @@ from kvcompress.caches.passes import CachePass
 from kvcompress.dmc import DMCConfig
 from kvcompress.dmc.dms import DMSLayer
 from kvcompress.hf.facts import Facts, LayerFacts
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
-from kvcompress.softmax import Softmax
 
 Hq, Hkv, D = 4, 2, 16
 SETTINGS = {

@@ -21,7 +21,7 @@ import kvcompress
 from kvcompress import dmc, ops
 from kvcompress.dmc import CompressionLoss, DMCConfig, LastDecisions
 from kvcompress.hf.attach import is_attached
-from kvcompress.softmax import Softmax
+from kvcompress.ops.softmax import Softmax
 
 
 def converted(family="llama", scale=0.0, spread=2.0, **config):

@@ -26,7 +26,7 @@ from kvcompress.pruners import (
     StreamingLLM,
     Successor,
 )
-from kvcompress.units import Keep
+from kvcompress.support.units import Keep
 
 PRUNERS = [
     SnapKV(window=6), Replay(chunk=16, last=4), Successor(last=4), KeyDiff(last=4), H2O(0.2), TOVA(), Random(),

@@ -8,6 +8,7 @@ from helpers import attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
 from kvcompress import AdaKV, GlobalTopK, PrunedCache, PyramidKV, prefill
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,
@@ -25,7 +26,6 @@ from kvcompress.pruners import (
     Replay,
     SnapKV,
 )
-from kvcompress.softmax import Softmax
 
 PRUNERS = [
     LagKV(lag=8, num_sink_tokens=2), ChunkKV(SnapKV(window=4), chunk=5),

@@ -26,10 +26,10 @@ from kvcompress import pod
 from kvcompress.cli import app
 from kvcompress.hf.attach import base_model, is_attached
 from kvcompress.hf.plain import use_plain_attention
+from kvcompress.ops.softmax import Softmax
 from kvcompress.pod import PoDConfig, PoDRecipe
 from kvcompress.pod.plan import PoDPlan
 from kvcompress.pod.retrofit import freeze_unused
-from kvcompress.softmax import Softmax
 
 ONE = ((0, 0), (0, 0), (0, 0), (0, 0))  # one block
 SELF = ((0, 0), (1, 1), (2, 2), (3, 3))

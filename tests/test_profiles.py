@@ -17,7 +17,7 @@ from kvcompress.budgets import CacheShape
 from kvcompress.cli import app
 from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import H2O, Replay, SnapKV
-from kvcompress.units import Keep
+from kvcompress.support.units import Keep
 
 SHARES = ((1.0, 0.5), (3.0, 0.2), (0.8, 0.5))
 PROFILE = BudgetProfile(SHARES, "by hand")

@@ -8,6 +8,7 @@ from helpers import tiny_model
 
 from kvcompress import GlobalTopK, IterativeCache, PrunedCache, QuantizedCache, read
 from kvcompress.budgets import AdaKV
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,
@@ -20,7 +21,6 @@ from kvcompress.pruners import (
     SnapKV,
     StreamingLLM,
 )
-from kvcompress.softmax import Softmax
 
 
 def offer(count=60, chunk=20, guide=0, heads=2, group=2):

@@ -9,9 +9,9 @@ from helpers import attached, left_padded, random_ids, tiny_model
 
 import kvcompress
 from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, ops, prefill
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import Candidates, KeyDiff, Replay, Successor
-from kvcompress.softmax import Softmax
 
 PRUNERS = [Replay(chunk=8, last=4), Successor(chunk=8, last=4), KeyDiff(last=4)]
 ROPES = {

@@ -15,8 +15,8 @@ from kvcompress.caches.streaming import StreamingLayer
 from kvcompress.dmc import DMCConfig
 from kvcompress.dmc.dms import DMSLayer
 from kvcompress.hf.facts import Facts, LayerFacts
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
-from kvcompress.softmax import Softmax
 
 LAYERS = {
     "window": lambda: LocalLayer(0, 6, None),

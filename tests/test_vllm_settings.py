@@ -10,9 +10,9 @@ from transformers import LlamaConfig, MixtralConfig
 import kvcompress
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.hollow import facts_from
+from kvcompress.ops.softmax import Softmax
 from kvcompress.serve.vllm.engine import Engine, Row
 from kvcompress.serve.vllm.settings import Settings
-from kvcompress.softmax import Softmax
 
 P = 8
 PRUNED = "pruned,pruner=snapkv,window=4,keep=8"

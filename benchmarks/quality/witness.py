@@ -54,7 +54,6 @@ from benchmarks.quality.parts.cells import FIELDS, Cell, Cells, over, rows_of
 from benchmarks.quality.parts.measures import number, sizes_of, tidy
 from kvcompress import CacheSpec
 from kvcompress.caches.spec import DENSE
-from kvcompress.checks import need
 from kvcompress.evaluate.measure import Measure
 from kvcompress.evaluate.peers.environment import Peer, peer_of
 from kvcompress.evaluate.peers.exchange import answers, request_of
@@ -63,7 +62,8 @@ from kvcompress.evaluate.prose import Passage, Prose, asked_once, passage
 from kvcompress.evaluate.run import PEER
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
 from kvcompress.reading.framing import Framing, framing_of
-from kvcompress.units import Keep
+from kvcompress.support.checks import need
+from kvcompress.support.units import Keep
 
 METHODS = {  # those of one pruner stand together: they share its reading
     "SnapKV": "pruned,pruner=snapkv",

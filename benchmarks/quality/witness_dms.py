@@ -37,10 +37,10 @@ import kvcompress
 from benchmarks.common import load, parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.books import books_of, text_of
 from kvcompress import KVzip, dmc
-from kvcompress.checks import need
 from kvcompress.dmc.costs import said_again
 from kvcompress.retrofit import RetrofitTrainer
 from kvcompress.retrofit.data import collate
+from kvcompress.support.checks import need
 
 
 @dataclass(frozen=True)

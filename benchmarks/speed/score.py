@@ -32,8 +32,8 @@ from benchmarks.speed.parts.layers import HKV, HQ, D, adopt, attend, draw_querie
 from kvcompress import PrunedCache, RemoteGap, ops, prefill, pruners
 from kvcompress.caches.pruned_layer import PrunedLayer
 from kvcompress.models.text import long_text
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
-from kvcompress.softmax import Softmax
 
 HIDDEN, MLP = 4096, 14336
 G = HQ // HKV

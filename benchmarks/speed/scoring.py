@@ -30,9 +30,9 @@ from benchmarks.common import Row, alternate, gemm_rate, options, report
 from benchmarks.speed.parts.layers import HQ, D, draw_queries, draw_rows, layers_of
 from benchmarks.speed.score import HIDDEN, layer_flop
 from kvcompress import ops
+from kvcompress.ops.softmax import Softmax
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import Candidates, CriticalKV, KeyDiff, KVzip, Pruner, Replay, SnapKV, Successor
-from kvcompress.softmax import Softmax
 
 BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01, "KVzip": 2.2}
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..caches.pruned import PrunedCache
-from ..checks import need, need_choice, need_integer, need_number
 from ..heads import RECENT, SINKS, HeadProfile
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
+from ..ops.softmax import Softmax
 from ..pruners import KVzip
 from ..reading.prefilling import prefill
 from ..retrofit.passes import TrainingPass, whole_layers
-from ..softmax import Softmax
+from ..support.checks import need, need_choice, need_integer, need_number
 from .passkeys import PassKeys
 
 METHODS = ("gates", "mass", "kvzip")

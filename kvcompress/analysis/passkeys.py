@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import need, need_integer
 from ..models.text import fact, question, random_name, random_pass_key
+from ..support.checks import need, need_integer
 
 
 class PassKeys(NamedTuple):

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ..checks import need, need_choice
 from ..hf.config import decoder_config, sizes_of
 from ..pod.lead import Kinds
 from ..pod.plan import PoDPlan, delta_for_share, lead_table, most_share
 from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
+from ..support.checks import need, need_choice
 from ..support.extras import need_packages
 from .texts import check_source, length_within, load_plain, texts
 

@@ -8,8 +8,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..checks import need
 from ..hf.config import decoder_config
+from ..support.checks import need
 from ..support.extras import need_packages
 from .statistics import AttentionStatistics, attention
 from .texts import check_source, length_within, load_plain, texts

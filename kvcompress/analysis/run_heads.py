@@ -8,9 +8,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..checks import need
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
+from ..support.checks import need
 from ..support.progress import showing
 from .heads import measure_heads
 from .passkeys import pass_keys

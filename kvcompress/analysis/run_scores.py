@@ -9,12 +9,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..checks import need
 from ..hf.config import decoder_config
 from ..pruners import KVzip, ScoreProfile
 from ..reading.framing import Framing
+from ..support.checks import need
 from ..support.progress import showing
-from ..units import Keep
+from ..support.units import Keep
 from .scores import measure_scores
 from .texts import check_source, length_read_again, load_plain, texts
 

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ..caches.pruned import PrunedCache
 from ..caches.spec import CacheSpec
-from ..checks import need
 from ..hf.attach import attach
 from ..hf.config import decoder_config
 from ..profiles import BudgetProfile
+from ..support.checks import need
 from ..support.progress import counted
 from .shares import measure_profile
 from .texts import check_source, length_within, load_plain, texts

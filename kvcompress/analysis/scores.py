@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from .. import ops
 from ..caches.base import trained_length_of
 from ..caches.pruned import PrunedCache
-from ..checks import need, need_integer, need_number, renamed
 from ..hf.config import cache_layers, recurs
 from ..hf.facts import Facts
 from ..hf.method import KEYWORD, Pass
 from ..hf.reading import frozen, plain_decoder, read, token_rows
 from ..logits import scaled
+from ..ops.softmax import Softmax
 from ..pruners import KVzip, ScoreProfile
 from ..reading.prefilling import prefill
 from ..retrofit.distillation import distance
 from ..retrofit.passes import TrainingPass, whole_layers
-from ..softmax import Softmax
+from ..support.checks import need, need_integer, need_number, renamed
 
 SHARES = (1 / 4, 1 / 4, 1 / 8)  # the first counts twice
 _PARTS, _PART = 3, 96  # of a text that are said again, and tokens of each

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..budgets import GlobalTopK
 from ..caches.pruned import PrunedCache
-from ..checks import renamed
 from ..profiles import BudgetProfile
 from ..pruners import Pruner, Replay
 from ..reading.prefilling import prefill
-from ..units import Keep, Size
+from ..support.checks import renamed
+from ..support.units import Keep, Size
 
 
 @renamed(size="keep, the share that stays (0.25 was size=0.75), tokens or bytes,")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..checks import need, need_choice, need_dtype
 from ..hf.attach import base_model
 from ..hf.method import saved_method
 from ..models import EXAMPLE_NAME, load_example_model
 from ..models.text import held_out_text
 from ..pruners import Pruner
 from ..retrofit.run import pretrained
+from ..support.checks import need, need_choice, need_dtype
 
 LONGEST, SHORTEST = 32_768, 64  # tokens of a text
 

@@ -18,7 +18,7 @@ from ..caches.spec import CacheSpec
 from ..hf.argument import CACHE
 from ..models.text import long_text
 from ..reading.prefilling import prefill
-from ..units import size
+from ..support.units import size
 from .write_text import held_nbytes, load
 
 WARM = 64  # tokens of a run before those that count

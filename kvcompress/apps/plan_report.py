@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from .. import units
 from ..caches.base import decoder_config, sizes_of
 from ..caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
-from ..checks import DTYPES, FLOATS, need_choice
 from ..models import EXAMPLE, EXAMPLE_NAME
 from ..planner import Plan, plan
+from ..support import units
+from ..support.checks import DTYPES, FLOATS, need_choice
 from ..support.names import check_name
 
 LINES = 20  # of the picture

@@ -17,7 +17,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..caches import CompressedCache
 from ..caches.spec import CacheSpec, unasked
-from ..checks import need, need_dtype
 from ..hf import attach
 from ..hf.argument import CACHE
 from ..hf.load import load_named
@@ -25,6 +24,7 @@ from ..models import EXAMPLE_NAME, load_example_model
 from ..reading.framing import Framing, framing_of, has_template
 from ..reading.prefilling import generate
 from ..reading.reader import Reading, read
+from ..support.checks import need, need_dtype
 from ..support.names import check_name
 from .streamed import Streamed
 

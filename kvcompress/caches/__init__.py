@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..homes import elsewhere
+from ..support.homes import elsewhere
 from .base import CompressedCache
 from .dense import QuantizedCache
 from .iterative import IterativeCache

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from .. import ops
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 
 
 def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], softmax: Softmax) -> Tensor:

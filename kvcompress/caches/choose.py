@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..budgets import Budget
 from ..hf.facts import OutputLayer
+from ..ops.softmax import Softmax
 from ..positions import RotaryTables
 from ..pruners import Candidates, Pruner
 from ..pruners.base import Sure, marked
-from ..softmax import Softmax
 from .contest import Contest, Left
 from .queries import RecentQueries
 from .rows import BatchState, by_sequence

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from ..hf.config import decoder_config
-from ..units import Tokens, tokens_of
+from ..support.units import Tokens, tokens_of
 from .base import CompressedCache
 from .formats import Dtypes
 from .store import PoolSettings

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..checks import need, renamed
 from ..hf.method import Call
-from ..softmax import Softmax
-from ..units import Tokens, tokens_of
+from ..ops.softmax import Softmax
+from ..support.checks import need, renamed
+from ..support.units import Tokens, tokens_of
 from .attention import prompt_attention
 from .base import CompressedCache
 from .formats import FORMATS, Dtypes

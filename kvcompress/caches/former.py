@@ -47,7 +47,7 @@ def _take_sizes(saved: dict[str, Any]) -> None:
         number = policy["state"]["budget"]["object"]
         if number not in kept:
             kept[number] = _size_of(objects, number)
-        policy["state"]["keep"] = _new(objects, "kvcompress.units:Keep", {"text": str(kept[number])})
+        policy["state"]["keep"] = _new(objects, "kvcompress.support.units:Keep", {"text": str(kept[number])})
     for cache in [one for one in objects if one["class"] == "kvcompress.caches.pruned:PrunedCache"]:
         size = kept[cache["state"]["budget"]["object"]]
         own = objects[cache["state"]["budget"]["object"]]["class"] == "kvcompress.pruners.duo:StreamingHeads"

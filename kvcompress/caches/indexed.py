@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..hf.indexing import attend_chosen
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .passes import CachePass
 from .rows import BatchState
 

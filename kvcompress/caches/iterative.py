@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..budgets import Budget, GlobalTopK
-from ..checks import renamed
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner, SnapKV
+from ..support.checks import renamed
 from ..support.kvpress_names import no_ratio
-from ..units import Tokens, tokens_of
+from ..support.units import Tokens, tokens_of
 from .base import CompressedCache, trained_length_of
 from .formats import Dtypes
 from .iterative_layer import IterativeLayer, ReadingSettings

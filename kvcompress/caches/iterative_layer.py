@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..hf.facts import LayerFacts, OutputLayer
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .attention import prompt_attention, ragged_attention
 from .choose import Choice, Chooser, Offers
 from .memory import Memory

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..hf.argument import CACHE
 from ..hf.facts import LayerFacts
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .passes import CachePass
 from .rows import BatchState
 

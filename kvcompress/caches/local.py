@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .formats import Format, coded, decoded, keys_and_values, named_scales
 from .layer import CompressedLayer
 from .paged import step_positions

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..hf.facts import LayerFacts
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .choose import Choice
 from .formats import Format, keys_and_values
 from .indexed import IndexKeys

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..hf.facts import Facts
 from ..hf.method import Pass
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .contest import Contest
 from .pool import PagePool
 

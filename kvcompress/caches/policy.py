@@ -10,15 +10,15 @@ from typing import Any
 
 from .. import pruners
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Uniform, check_budget
-from ..checks import MOST_INT32
 from ..hf.config import ranks_of
 from ..hf.facts import Facts, LayerFacts
 from ..hf.outputs import output_layers
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from ..pruners.base import given_as
+from ..support.checks import MOST_INT32
 from ..support.kvpress_names import class_of
-from ..units import Keep, Size
+from ..support.units import Keep, Size
 from .choose import judges_by_head
 from .passes import CachePass
 from .store import PoolSettings

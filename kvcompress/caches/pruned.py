@@ -16,7 +16,7 @@ from ..hf.method import Call, Pass
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
 from ..support.kvpress_names import no_ratio
-from ..units import Keep, Size, Tokens, plain, tokens_of
+from ..support.units import Keep, Size, Tokens, plain, tokens_of
 from .base import CompressedCache, trained_length_of
 from .choose import Choice
 from .contest import Contest

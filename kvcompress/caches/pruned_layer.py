@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..budgets import GlobalTopK
 from ..hf.facts import LayerFacts
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .attention import prompt_attention, prompt_state
 from .choose import Choice, Chooser, Offers
 from .contest import Contest, Left

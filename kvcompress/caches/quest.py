@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops
-from ..checks import MOST_INT32, need_integer, renamed
 from ..hf.facts import LayerFacts
 from ..hf.method import Call
+from ..ops.softmax import Softmax
 from ..planner import Plan
-from ..softmax import Softmax
-from ..units import Tokens, tokens_of
+from ..support.checks import MOST_INT32, need_integer, renamed
+from ..support.units import Tokens, tokens_of
 from .attention import prompt_attention
 from .base import CompressedCache
 from .choose import Choice

@@ -17,15 +17,15 @@ from transformers.cache_utils import Cache
 
 from .. import budgets, profiles, pruners
 from ..budgets import DIVIDES, Budget
-from ..checks import meant_by
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
+from ..support.checks import meant_by
 from ..support.kvpress_names import KEEPS, SETTINGS, class_of, in_ours
-from ..units import Keep, Size, instead_of, tokens_of, whole_of
+from ..support.units import Keep, Size, instead_of, tokens_of, whole_of
 from .base import trained_length_of
 from .dense import QuantizedCache
 from .formats import FORMATS

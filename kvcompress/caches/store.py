@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..checks import MOST_INT32, need_integer
+from ..support.checks import MOST_INT32, need_integer
 from .formats import FORMATS, Dtypes, Format, Slots, scales_of, slot_nbytes
 from .huge import advise_huge
 

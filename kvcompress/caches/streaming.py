@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import ops, planner, units
-from ..checks import MOST_INT32, need_integer, renamed
+from .. import ops, planner
 from ..hf.facts import Facts, LayerFacts
+from ..ops.softmax import Softmax
 from ..planner import Plan
 from ..positions import RotaryTables
-from ..softmax import Softmax
-from ..units import Tokens, tokens_of
+from ..support import units
+from ..support.checks import MOST_INT32, need_integer, renamed
+from ..support.units import Tokens, tokens_of
 from .base import CompressedCache
 from .formats import FORMATS, Dtypes, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
 from .layer import CompressedLayer

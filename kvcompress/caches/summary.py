@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from ..hf.facts import Facts
-from ..units import size
+from ..support.units import size
 
 # of every cache, whatever transformers and the seam call besides
 ANSWERS = (

@@ -62,7 +62,7 @@ PeersPress = Annotated[
 def _lengths(text: str | None) -> list[int] | None:
     if text is None:
         return None
-    from ..units import tokens_of
+    from ..support.units import tokens_of
 
     return [tokens_of("lengths", part) for part in text.split(",")]
 

@@ -23,7 +23,7 @@ def token_count(help: str, least: int = 1) -> Any:
     """An option that counts tokens, 1024 or 1k."""
 
     def read(given: Any) -> int:
-        from ..units import tokens_of
+        from ..support.units import tokens_of
 
         try:
             return tokens_of("it", given, least)

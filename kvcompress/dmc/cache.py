@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
 from ..caches.formats import Dtypes
-from ..units import Tokens
+from ..support.units import Tokens
 from .config import DMCConfig
 from .dms import DMSLayer
 from .layer import DecidingLayer

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..checks import MOST_INT32, need, need_fields, need_integer, need_number
 from ..hf.config import decoder_config, sizes_of
 from ..ops.dmc_accumulate import MAX_DMC_WINDOW
 from ..ops.dmc_gates import IMPORTANCES, LARGEST, SMALLEST
 from ..ops.native import MAX_HEAD_DIM
+from ..support.checks import MOST_INT32, need, need_fields, need_integer, need_number
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import need, need_choice
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import saved_method, set_method
 from ..hf.projections import projections_of
 from ..hf.seam import evaluating
 from ..pruners.kvzip import KVzip
+from ..support.checks import need, need_choice
 from .config import CHOICES, DMCConfig
 from .method import DMCMethod
 from .neurons import NeuronRows, neurons_of

@@ -10,7 +10,7 @@ from .. import ops
 from ..caches.passes import CachePass
 from ..caches.ring import Ring
 from ..caches.store import PoolSettings
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .config import DMCConfig
 from .layer import DecidingLayer
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checks import need, need_integer, need_number
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import KEYWORD, Pass
 from ..hf.projections import out_dim, projections_of
 from ..hf.seam import evaluating
+from ..ops.softmax import Softmax
 from ..pruners.base import Pruner
 from ..pruners.gates import level_at
 from ..retrofit.passes import whole_layers
 from ..retrofit.regression import RidgeSums, explained, levels_of
 from ..retrofit.targets import check_teacher, log_scores
-from ..softmax import Softmax
+from ..support.checks import need, need_integer, need_number
 from .config import DMCConfig
 from .convert import convert, state
 from .method import DMCMethod

@@ -14,7 +14,7 @@ from ..caches.paged import PagedLayer, step_positions
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
 from ..hf.facts import LayerFacts
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .config import DMCConfig
 from .gates import decisions_of
 

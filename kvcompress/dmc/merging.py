@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..caches.passes import CachePass
 from ..hf.facts import LayerFacts
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .gates import weights_of
 from .layer import DecidingLayer, hiding, left_aligned
 

@@ -14,9 +14,9 @@ from .. import ops
 from ..hf.documents import Documents, Group
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
+from ..ops.softmax import Softmax
 from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers
 from ..retrofit.ranks import place_among_ranks
-from ..softmax import Softmax
 from .cache import DMCCache
 from .config import DMCConfig
 from .gates import decisions_of, weights_of

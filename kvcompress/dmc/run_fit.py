@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 
 from ..analysis.texts import check_source, length_read_again, load_plain, texts
-from ..checks import need
 from ..hf.attach import attach
 from ..hf.config import decoder_config
 from ..pruners.kvzip import KVzip
 from ..reading.framing import Framing
 from ..retrofit.checkpoints import flush
+from ..support.checks import need
 from ..support.progress import counted
 from .config import DMCConfig
 from .costs import neuron_costs, said_again

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import need, need_tensor
+from ..support.checks import need, need_tensor
 
 
 class RatioOverLength(NamedTuple):

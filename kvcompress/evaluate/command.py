@@ -11,8 +11,8 @@ from transformers.utils.logging import set_verbosity_error
 
 from ..apps.write_text import load
 from ..caches.spec import DENSE, CacheSpec
-from ..checks import need
 from ..hf.config import decoder_config
+from ..support.checks import need
 from ..support.extras import need_packages
 from ..support.progress import telling
 from .equal_bytes import EqualBytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..caches.spec import DENSE, CacheSpec
-from ..checks import need
-from ..units import Keep, Size
+from ..support.checks import need
+from ..support.units import Keep, Size
 from .fitting import TooShort, largest
 from .measure import Measure
 from .reading import Reader

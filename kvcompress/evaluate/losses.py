@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..checks import need
 from ..hf.argument import CACHE
 from ..reading.framing import Framing
+from ..support.checks import need
 from .measure import Measure, Outcome
 from .reading import Reader, held_nbytes
 from .texts import Source

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import need
 from ..reading.framing import Framing
+from ..support.checks import need
 from .fitting import TooShort, largest
 from .followed import Followed
 from .losses import Text

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import need
 from ..models.text import fact, question, random_name, random_pass_key
 from ..reading.framing import Framing, unended
+from ..support.checks import need
 from .fitting import TooShort, largest
 from .measure import Asked, Measure, Outcome, Prompt
 from .reading import Reader, check_question, copy_of, held_nbytes

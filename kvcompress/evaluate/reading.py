@@ -16,9 +16,9 @@ from transformers.generation.streamers import BaseStreamer
 from ..apps.write_text import held_nbytes
 from ..caches.base import CompressedCache
 from ..caches.spec import CacheSpec
-from ..checks import need
 from ..hf.argument import CACHE
 from ..reading.prefilling import prefill
+from ..support.checks import need
 
 QUESTIONS = ("end", "later", "guide")
 _ANY_SIZE = 4096  # tokens

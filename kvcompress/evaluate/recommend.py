@@ -20,11 +20,11 @@ from ..apps.info import facts
 from ..apps.write_text import load
 from ..caches.base import trained_length_of
 from ..caches.spec import DENSE, CacheSpec
-from ..checks import need, renamed
 from ..reading.framing import Framing, framing_of
+from ..support.checks import need, renamed
 from ..support.files import write_text
 from ..support.progress import telling
-from ..units import size
+from ..support.units import size
 from .equal_bytes import EqualBytes, dense_bytes
 from .measure import Mean, Outcome
 from .quotes import Quotes, quotes_measure, tokens_of

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checks import need
 from ..models.text import held_out_text, long_text
+from ..support.checks import need
 
 _VOCABULARY_NBYTES, _LEAST_OFTEN = 1 << 23, 3  # of source, whose words are taken if they come so often
 # what a needle's key is made of, "adjective-noun"

@@ -11,15 +11,15 @@ from ..caches.base import CompressedCache
 from ..caches.formats import Dtypes
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
-from ..checks import need, need_number
 from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
 from ..hf.method import Call
 from ..pruners import Gates
 from ..pruners.gates import HIDDEN, as_gates
+from ..support.checks import need, need_number
 from ..support.kvpress_names import no_ratio
-from ..units import Keep, Tokens, tokens_of
+from ..support.units import Keep, Tokens, tokens_of
 
 _LARGEST = 1e6
 

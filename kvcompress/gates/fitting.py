@@ -8,16 +8,16 @@ from dataclasses import fields
 import torch
 from torch import Tensor, nn
 
-from ..checks import need, need_integer, need_number
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
+from ..ops.softmax import Softmax
 from ..pruners import Gates, Pruner
 from ..pruners.gate_forms import LinearGate
 from ..pruners.gates import sizes_of
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import RidgeSums, explained, levels_of
 from ..retrofit.targets import check_teacher, log_scores
-from ..softmax import Softmax
+from ..support.checks import need, need_integer, need_number
 
 LEVELS = 1001
 Scored = dict[int, tuple[Tensor, Tensor]]  # of a text, by layer: features [n, d] and a 1, logarithms [n, Hkv]

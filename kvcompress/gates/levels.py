@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ..checks import need
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
+from ..ops.softmax import Softmax
 from ..pruners import Gates
 from ..pruners.gates import HIDDEN, as_gates, sizes_of
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import levels_of
-from ..softmax import Softmax
+from ..support.checks import need
 from .fitting import LEVELS
 
 

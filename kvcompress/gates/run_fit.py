@@ -13,10 +13,10 @@ from rich.table import Table
 from ..analysis.texts import check_source, length_read_again, load_plain, texts
 from ..caches.pruned import PrunedCache
 from ..caches.spec import CacheSpec
-from ..checks import need, need_number
 from ..hf.config import decoder_config
 from ..pruners import Gates, KVzip
 from ..reading.framing import Framing
+from ..support.checks import need, need_number
 from ..support.extras import need_packages
 from ..support.progress import counted, showing
 from .fitting import fit_gates

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..checks import need, need_integer, need_number, renamed
 from ..dmc.costs import said_again
 from ..dmc.method import dms_attention
 from ..hf.facts import Facts
 from ..hf.method import KEYWORD
 from ..hf.reading import frozen, plain_decoder, token_rows
 from ..logits import scaled
+from ..ops.softmax import Softmax
 from ..pruners import Gates, KVzip
 from ..pruners.gate_forms import GateForm, LinearGate
 from ..pruners.gates import QUERIES, as_gates
 from ..retrofit.distillation import distance
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import levels_of
-from ..softmax import Softmax
+from ..support.checks import need, need_integer, need_number, renamed
 from .fitting import LEVELS, QueriesPass
 
 SHARES = (1 / 4, 1 / 8)

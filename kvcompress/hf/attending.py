@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .facts import Facts
 from .indexing import Index, IndexTicket
 from .method import Call, Pass, PassCache, method_of

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .attach import attach_to_learn, base_model, facts_of
 from .config import decoder_config
 from .facts import Facts

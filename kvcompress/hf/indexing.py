@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 
 # what an indexer of this kind does with its keys: of T tokens the largest sum_h w_h max(0, q_h k)
 _STEPS = ["transpose", "float", "unsqueeze", "matmul", "relu", "matmul", "squeeze", "add"]

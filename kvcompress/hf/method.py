@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from ..checks import refuse_misspelt
 from ..ops.opaque import Handled
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
+from ..support.checks import refuse_misspelt
 from .facts import Facts
 from .indexing import Index
 

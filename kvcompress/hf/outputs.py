@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .facts import Facts, LayerFacts, OutputLayer
 from .method import KEYWORD, Pass
 from .projections import TOKENS, attention_linears, out_dim

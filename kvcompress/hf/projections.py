@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .facts import Facts
 from .method import KEYWORD, Pass
 from .own_attention import number_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import need
+from ..support.checks import need
 from .attach import attach, base_model, facts_of
 from .facts import Facts
 from .method import KEYWORD, Pass, saved_method

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .argument import CACHE
 from .encoders import beside_encoder, silent_encoder
 from .facts import Facts

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..checks import need
 from ..hf.guard import guard
+from ..support.checks import need
 from ..support.smollm2 import SMOLLM2, smollm2_folder
 from .differences import unpack
 from .tokenizer import byte_tokenizer

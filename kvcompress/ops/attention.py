@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import (
+from ..support.checks import (
     dense,
     dense_last,
     need,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense_last, need, need_device, need_float, need_integer, need_sequence
+from ..support.checks import dense_last, need, need_device, need_float, need_integer, need_sequence
 from .dmc_gates import need_float32
 from .explained import explained_by
 from .native import MAX_HEAD_DIM, native

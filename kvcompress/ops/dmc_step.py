@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_choice, need_number, need_parts
+from ..support.checks import dense, need, need_choice, need_number, need_parts
 from .dmc_accumulate import need_neuron
 from .dmc_append import Tail, need_tail
 from .dmc_gates import IMPORTANCES, LARGEST

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import need, need_device, need_float, need_sequence, need_tensors
+from ..support.checks import need, need_device, need_float, need_sequence, need_tensors
 from .explained import explained_by
 from .native import native
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import need
+from ..support.checks import need
 
 
 class _NoGradient(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import (
+from ..support.checks import (
     MOST_INT32,
     dense,
     need,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..checks import need, need_choice, need_integer, need_integers, need_sequence
+from ..support.checks import need, need_choice, need_integer, need_integers, need_sequence
 from .native import native
 
 SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import MOST_INT32, need, need_device, need_integer, need_tensors
+from ..support.checks import MOST_INT32, need, need_device, need_integer, need_tensors
 from .attention import attention
 from .merge import merge_states
 

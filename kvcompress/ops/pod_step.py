@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_float, need_integer, need_number, need_parts, need_tensor
+from ..support.checks import dense, dense_last, need, need_float, need_integer, need_number, need_parts, need_tensor
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
 from .explained import explained_by

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, dense_last, need, need_device, need_float, need_tensor, need_tensors
+from ..support.checks import FLOATS, dense_last, need, need_device, need_float, need_tensor, need_tensors
 from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient

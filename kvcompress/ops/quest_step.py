@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import need, need_float, need_integer, need_parts
+from ..support.checks import need, need_float, need_integer, need_parts
 from .explained import explained_by
 from .native import native
 from .pages import PageTable, need_stored

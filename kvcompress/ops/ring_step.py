@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import MOST_INT32, dense, need, need_device, need_float, need_integer, need_number, need_parts
+from ..support.checks import MOST_INT32, dense, need, need_device, need_float, need_integer, need_number, need_parts
 from .dmc_accumulate import need_neuron
 from .dmc_gates import LARGEST
 from .explained import explained_by

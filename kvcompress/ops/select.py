@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_int32, need_integer, need_tensors
+from ..support.checks import dense, need, need_device, need_int32, need_integer, need_tensors
 from .explained import explained_by
 from .native import native
 

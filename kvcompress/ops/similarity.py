@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense_last, need, need_device, need_heads, need_integer, need_scale, need_softcap
+from ..support.checks import dense_last, need, need_device, need_heads, need_integer, need_scale, need_softcap
 from .native import MAX_HEAD_DIM, native
 
 _MOST = (1 << 31) - 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import (
+from ..support.checks import (
     dense,
     dense_last,
     need,

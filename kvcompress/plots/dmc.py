@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..checks import need
 from ..dmc import statistics
 from ..dmc.cache import DMCCache
+from ..support.checks import need
 from .panels import LINES, MAP, count_axis, label, line_style, one_panel, panels, shade
 
 MOST_NUMBERED_CELLS = 150

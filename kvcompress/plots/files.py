@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
-from ..checks import need
+from ..support.checks import need
 from ..support.files import staged
 from .panels import flat
 

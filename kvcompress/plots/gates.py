@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from matplotlib.axes import Axes
 
-from ..checks import need
 from ..pruners import Gates
+from ..support.checks import need
 from .panels import MAP, count_axis, one_panel
 
 

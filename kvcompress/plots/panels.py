@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..checks import need
+from ..support.checks import need
 
 Kind = TypeVar("Kind")
 Color = tuple[float, float, float, float]

@@ -7,8 +7,8 @@ from typing import overload
 
 from matplotlib.axes import Axes
 
-from ..checks import need
 from ..planner import Plan
+from ..support.checks import need
 from .panels import binned_label, bins, count_axis, label, named, panels, shade
 
 MOST_BARS = 100

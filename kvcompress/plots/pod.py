@@ -12,10 +12,10 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, ScalarFormatter
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..checks import need, need_integer
 from ..pod.lead import check_lead
 from ..pod.plan import PoDPlan, lead_table
 from ..pod.similarity import Agreement
+from ..support.checks import need, need_integer
 from .panels import LINES, MAP, Color, count_axis, line_style, named, one_panel, panels, shade
 
 MOST_DRAWN_TOKENS = 512

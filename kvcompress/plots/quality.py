@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..checks import need, need_choice
+from ..support.checks import need, need_choice
 from .panels import MAP, label, line_style, named, one_panel
 
 LOG_FROM = 100  # an axis that spans more than two decades is logarithmic

@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from torch import Tensor
 
 from ..caches.track import Track
-from ..checks import need
+from ..support.checks import need
 from .panels import count_axis, from_zero, label, line_style, named, one_panel, panels, shade
 
 MOST_NAMED_LAYERS = 8

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from ..checks import need
+from ..support.checks import need
 
 INK = "#1a1a1a"
 # neighbours differ in hue for every kind of colour vision, and each is light enough for INK at a contrast above 9

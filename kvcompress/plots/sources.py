@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from ..caches.track import Track
-from ..checks import need
+from ..support.checks import need
 from .panels import MAP, bar_style, binned_label, bins, count_axis, label, named, one_panel, panels
 
 MOST_BARS = 100

@@ -13,7 +13,7 @@ from ..caches.passes import CachePass
 from ..hf.config import decoder_config
 from ..hf.method import Pass
 from ..pruners.base import Pruner
-from ..units import Tokens, tokens_of
+from ..support.units import Tokens, tokens_of
 from .config import PoDConfig
 from .layer import PoDLayer
 from .select import select_distant

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..checks import MOST_INT32, need, need_fields, need_integer, need_number
 from ..hf.config import decoder_config, sizes_of
+from ..support.checks import MOST_INT32, need, need_fields, need_integer, need_number
 from .lead import Lead, LeadTable, check_lead
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from ..caches.passes import CachePass
 from ..caches.queries import RecentQueries
 from ..caches.rows import by_sequence
 from ..caches.store import PoolSettings
-from ..checks import MOST_INT32
 from ..hf.facts import LayerFacts
 from ..ops.decode_shared import gate_threshold
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
+from ..support.checks import MOST_INT32
 from .config import PoDConfig
 from .lead import need_alike
 from .rows import Chunk, WindowRows

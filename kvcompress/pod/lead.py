@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import need
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
+from ..support.checks import need
 
 Lead = tuple[tuple[int, ...], ...]  # [L][Hkv]
 Kinds = tuple[int | None, ...]  # [L], see kinds_of

@@ -12,8 +12,8 @@ from .. import ops
 from ..hf.documents import Documents, Group
 from ..hf.facts import Facts
 from ..hf.method import Call, Method
+from ..ops.softmax import Softmax
 from ..retrofit.passes import TrainingPass, documents_of, learns
-from ..softmax import Softmax
 from .cache import PoDCache
 from .config import PoDConfig
 from .kinds import kinds_of

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import need, need_choice, need_integer
 from ..hf.config import decoder_config, sizes_of
+from ..support.checks import need, need_choice, need_integer
 from ..support.files import read_json, write_text
 from .lead import Kinds, Lead, LeadTable, check_kinds, check_lead, follower_share
 from .similarity import REDUCTIONS

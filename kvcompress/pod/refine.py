@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import need_integer
 from ..hf.attach import base_model, facts_of
 from ..hf.method import set_method
+from ..support.checks import need_integer
 from .config import PoDConfig
 from .convert import convert
 from .kinds import kinds_of

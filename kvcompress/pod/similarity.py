@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..checks import need, need_choice, need_integer
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows, tokens_of
+from ..ops.softmax import Softmax
 from ..retrofit.passes import TrainingPass
-from ..softmax import Softmax
+from ..support.checks import need, need_choice, need_integer
 from ..support.progress import Progress, showing
 from .kinds import kinds_of
 from .lead import Kinds

@@ -6,7 +6,7 @@ num_sink_tokens, where a pruner has it: first tokens of the prompt that always s
 
 from typing import TYPE_CHECKING
 
-from ..homes import elsewhere
+from ..support.homes import elsewhere
 from .base import Candidates, Pruner, Ranking
 from .chunkkv import ChunkKV
 from .criticalkv import CriticalKV

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .. import ops
 from ..budgets import Budget
-from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
+from ..ops.softmax import Softmax
 from ..positions import RotaryTables
-from ..softmax import Softmax
+from ..support.checks import MOST_INT32, need_integer
 from ..support.kvpress_names import refuse_theirs
 
 

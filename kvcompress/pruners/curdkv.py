@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import need, need_choice
+from ..support.checks import need, need_choice
 from .base import Candidates, Pruner
 
 PARTS = ("product", "mean", "key", "value")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .. import ops
 from ..budgets import Budget, CacheShape
-from ..checks import MOST_INT32, need, need_integer, need_number
 from ..heads import HeadProfile
-from ..units import Keep
+from ..support.checks import MOST_INT32, need, need_integer, need_number
+from ..support.units import Keep
 from .base import Candidates, Pruner
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import need_integer
+from ..support.checks import need_integer
 from .base import Candidates, Pruner
 
 MOST_FUTURE = 1 << 16  # positions, for each of which a [D, D] rotation is made

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..checks import need
+from ..support.checks import need
 
 _EPSILON = 1e-6  # of Fast KVzip's norms
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..checks import need, need_number
 from ..hf.facts import LayerFacts
+from ..support.checks import need, need_number
 from ..support.files import naming, read_json, staged, write_text
 from ..support.names import file_of, folder_of
 from .gate_forms import FORMS, GateForm, LinearGate, formed

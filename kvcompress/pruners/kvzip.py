@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import need
+from ..support.checks import need
 from .base import Candidates, Pruner, Reread
 from .replay import Replay, asked_again
 from .score_profile import ScoreProfile

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import need_integer
 from ..ops.native import MAX_HEAD_DIM
+from ..support.checks import need_integer
 from ..support.presets import preset_of
 from .base import Candidates, Pruner
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checks import FLOATS, need
+from ..support.checks import FLOATS, need
 from .gate_forms import GateForm, LinearGate, SinkGate, TwoLayerGate, formed
 
 CONFIG = "config.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checks import need
+from ..support.checks import need
 from ..support.files import read_fields, write_text
 from ..support.names import file_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 from .base import Candidates, Pruner
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import need
+from ..support.checks import need
 
 BORDER = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # a text that no tokenizer's template writes by itself
 

@@ -15,13 +15,13 @@ from ..caches.base import CompressedCache
 from ..caches.pruned import PrunedCache
 from ..caches.saving import load_cache
 from ..caches.spec import DENSE, CacheSpec
-from ..checks import need, need_text
 from ..hf.argument import CACHE, with_cache
 from ..hf.attach import attach, is_attached
 from ..hf.reminder import warn_of_length, without_reminder
+from ..support.checks import need, need_text
 from ..support.kvpress_names import no_ratio
 from ..support.progress import Progress
-from ..units import Size
+from ..support.units import Size
 from .prefilling import prefill
 
 KEEP = 0.25  # of a text's tokens, where nothing is said

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import need
+from ..support.checks import need
 
 TokenIds = Tensor | np.ndarray | Iterable[int | Tensor | np.ndarray]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import need
 from ..hf.attach import attach, base_model, facts_of, learn_again
 from ..hf.facts import Facts
 from ..hf.method import saved_method
 from ..hf.plain import use_plain_attention
 from ..hf.projections import attention_linears, projections_of
+from ..support.checks import need
 from .recipe import Recipe, cosine_decay, need_end_rate
 from .run import RunSettings, load, train
 

@@ -14,7 +14,7 @@ from ..hf.documents import Documents, Group, rotated
 from ..hf.facts import Facts, LayerFacts
 from ..hf.method import KEYWORD, Call, Pass
 from ..hf.seam import evaluating
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 
 REENTRANT = "gradient checkpointing must be non-reentrant, gradient_checkpointing_kwargs={'use_reentrant': False}"
 

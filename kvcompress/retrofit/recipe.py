@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..checks import need
+from ..support.checks import need
 
 
 class Recipe(ABC):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..caches.pruned import PrunedCache
-from ..checks import need
 from ..hf.attach import base_model
 from ..pruners import Pruner
 from ..reading.prefilling import prefill
+from ..support.checks import need
 
 _UNREAD = 1e30  # what counts more than any score was not scored
 

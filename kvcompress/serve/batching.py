@@ -16,12 +16,12 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from ..caches.spec import CacheSpec
 from ..caches.store import PoolSettings
-from ..checks import MOST_INT32, need_integer, renamed
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
 from ..hf.method import method_of
 from ..hf.now import coming
-from ..units import Tokens, tokens_of
+from ..support.checks import MOST_INT32, need_integer, renamed
+from ..support.units import Tokens, tokens_of
 from .apart import Apart
 from .memory import free_nbytes, memory_nbytes, swap_nbytes
 from .requests import Requests

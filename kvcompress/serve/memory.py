@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..checks import need_integer
-from ..units import nbytes_of
+from ..support.checks import need_integer
+from ..support.units import nbytes_of
 
 _CGROUP = Path("/sys/fs/cgroup")  # where a container's limit stands
 _NODES = Path("/sys/devices/system/node")

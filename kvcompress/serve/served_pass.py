@@ -11,7 +11,7 @@ from torch import Tensor
 from ..caches.passes import CachePass
 from ..hf.facts import Facts
 from ..hf.method import Pass
-from ..softmax import Softmax
+from ..ops.softmax import Softmax
 
 
 @dataclass

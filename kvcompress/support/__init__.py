@@ -1,1 +1,2 @@
-"""What has nothing to do with caches: files, names of models, packages of extras, progress, vocabulary of others."""
+"""What has nothing to do with caches: checks of arguments, sizes as people write them, files, names of models and of
+ours, packages of extras, progress, vocabulary of others."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..checks import need
+from .checks import need
 
 _STREAM = re.compile(r"inline_container|PytorchStreamWriter|iostream")  # of the message
 

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ..checks import refuse_misspelt
-from ..units import instead_of
+from .checks import refuse_misspelt
+from .units import instead_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

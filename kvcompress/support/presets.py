@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ..checks import need
+from .checks import need
 from .kvpress_names import no_field
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
-from kvcompress.checks import need
+from kvcompress.support.checks import need
 from kvcompress.support.files import user_cache, write_text
 
 SPLITS = ("tune", "report")

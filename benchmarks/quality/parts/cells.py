@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcompress.caches.spec import DENSE
-from kvcompress.checks import need
 from kvcompress.evaluate.measure import Mean, Outcome
+from kvcompress.support.checks import need
 from kvcompress.support.files import write_text
 
 KINDS = {

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import kvcompress
 from kvcompress import CompressedCache, QuestCache, ops
 from kvcompress.hf.attach import base_model, facts_of
-from kvcompress.softmax import Softmax
+from kvcompress.ops.softmax import Softmax
 
 HQ, HKV, D = 32, 8, 128  # of a layer of Llama 3 8B
 CHUNK = 4096  # tokens of all sequences that are stored at once

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...caches.spec import CacheSpec
-from ...checks import need
+from ...support.checks import need
 from ..equal_bytes import TOLERANCE, EqualBytes, dense_bytes
 from ..measure import Measure
 from ..reading import Reader

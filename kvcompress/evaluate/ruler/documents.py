@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...checks import need
+from ...support.checks import need
 from ..texts import Source
 from .task import Compose, Sample, Task, Tokens, string_match_part
 

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...checks import need_choice
+from ...support.checks import need_choice
 from ..texts import Keys, Source
 from .task import Compose, Sample, Task, Tokens
 

@@ -8,7 +8,7 @@ import string
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...checks import need
+from ...support.checks import need
 from ..texts import Source
 from .task import Compose, Sample, Task, Tokens
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from ...softmax import Softmax
+from ...ops.softmax import Softmax
 from .engine import ENGINES, Engine, Row
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...caches.huge import gives_back
-from ...units import size
+from ...support.units import size
 from .engine import Engine
 
 LENGTHS = (1024, 8192, 32768)  # tokens of prompts that are said to fit, as far as the model takes them

@@ -16,7 +16,7 @@ from ...caches.streaming import StreamingCache
 from ...hf.config import cache_layers, decoder_config, recurs
 from ...hf.hollow import facts_from
 from ...hf.method import restored_method
-from ...softmax import Softmax
+from ...ops.softmax import Softmax
 from ..admission import Answer
 from ..bounds import LEAST, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
 from ..prefixes import check_prefixes

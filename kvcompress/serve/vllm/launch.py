@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from ...caches.base import trained_length_of
 from ...caches.pruned import PrunedCache
 from ...caches.spec import DENSE, CacheSpec
-from ...checks import FLOATS, need_dtype
 from ...hf.config import decoder_config
 from ...models import EXAMPLE, EXAMPLE_NAME
+from ...support.checks import FLOATS, need_dtype
 from ...support.extras import need_packages
 from ...support.names import check_name
 from ..memory import free_nbytes, free_node_nbytes, memory_nbytes

@@ -20,8 +20,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ...hf.facts import LayerFacts
 from ...hf.probe import like
 from ...hf.seam import is_rotary
+from ...ops.softmax import Softmax
 from ...positions import NormedTables, parts
-from ...softmax import Softmax
 from .attention import CompressedAttention, Metadata, softmax_of
 from .config import PREFIX
 from .engine import ENGINES, Engine

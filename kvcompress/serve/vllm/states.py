@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.ops.ssu_dispatch import initialize_mamba_s
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
-from ...units import size
+from ...support.units import size
 
 logger = init_logger("vllm.kvcompress")
 

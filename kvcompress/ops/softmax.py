@@ -9,9 +9,8 @@ from torch import Tensor
 
 class Softmax(NamedTuple):
     """What the ops take besides tensors. scale: factor of the products. softcap: logits l become
-    softcap*tanh(l/softcap)
-    (gemma2); None = as they are. sink_logits: float32 [Hq], a logit of a key without value in every head's softmax
-    (gpt_oss); None = no such key."""
+    softcap*tanh(l/softcap) (gemma2); None = as they are. sink_logits: float32 [Hq], a logit of a key without value in
+    every head's softmax (gpt_oss); None = no such key."""
 
     scale: float
     softcap: float | None = None

@@ -10,9 +10,9 @@ from opcode import opmap
 from pathlib import Path
 from typing import Any
 
-from .support.kvpress_names import PIPELINE, class_of, without_class
+from .kvpress_names import PIPELINE, class_of, without_class
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 MODULES = (
     "analysis",
     "budgets",

@@ -417,7 +417,8 @@ WITH_BF16 static inline __attribute__((always_inline)) void pairs_block(float *c
     vec_store(total, vec_sums(sums));
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++) {
-        for (int j = 0; j < width && j < keys; j++) c[i * ldc + j] = total[i * width + j];
+        if (keys >= width) memcpy(c + i * ldc, total + i * width, (size_t)width * sizeof(float));
+        else for (int j = 0; j < keys; j++) c[i * ldc + j] = total[i * width + j];
     }
 }
 

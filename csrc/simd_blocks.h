@@ -148,7 +148,8 @@ BLOCKS_INLINE void dots_block(float *c, int64_t ldc, const float *q, int64_t D, 
     vec_store(total, vec_sums(sums));
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++) {
-        for (int j = 0; j < width && j < keys; j++) c[i * ldc + j] = total[i * width + j];
+        if (keys >= width) memcpy(c + i * ldc, total + i * width, (size_t)width * sizeof(float));
+        else for (int j = 0; j < keys; j++) c[i * ldc + j] = total[i * width + j];
     }
 }
 
@@ -259,6 +260,10 @@ BLOCKS_INLINE void mix_of(float *y, int64_t D, const float *w, int64_t ldw, cons
         /* two queries take twice the columns: long float32 rows are then read in one go, which memory likes better */
         for (; (dtype != KVC_F32 || D < 2 * STRIPE) && i + 4 <= queries; i += 4) {
             mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 4, dtype);
+        }
+        if ((dtype != KVC_F32 || D < 2 * STRIPE) && i + 3 == queries) {
+            mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 3, dtype);
+            i += 3;
         }
         for (; i + 2 <= queries; i += 2) {
             mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 2, dtype);

@@ -83,6 +83,8 @@ def _named(command: Command) -> Command:
                     raise
                 if error.filename is not None:
                     name = next((x for x in given if str(given[x]) == str(error.filename)), name)
+            # what stands in another option's text, as in --cache quantized,dtype=int8, is that one's
+            name = next((x for x in given if isinstance(given[x], str) and f"{name}=" in given[x]), name)
             option = options.get(name) or OPTIONS.get(name)
             raise typer.BadParameter(str(error), param_hint=option) from None
 
@@ -295,13 +297,16 @@ def serve(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="of all requests' caches, such as 8GiB; not given: 0.8 of what is free on the GPU beside the weights, "
-            "or half of it without a GPU"
+            help="of all requests' caches, such as 8GiB; not given: 0.8 of what is free on the GPU beside the weights; "
+            "without a GPU half of what is free in memory"
         ),
     ] = None,
     ratio: Annotated[
         float | None,
-        typer.Option(help="of DMC and DMS: tokens per slot, before any was measured; not given: 1", min=1.0),
+        typer.Option(
+            help="of DMC, DMS and gates: tokens per slot, before any was measured; not given: 1, or by the gates' keep",
+            min=1.0,
+        ),
     ] = None,
     swap: Annotated[
         str | None,

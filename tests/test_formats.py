@@ -327,6 +327,29 @@ def test_a_pool_gives_back_what_its_codes_stand_for(kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_what_gets_no_new_position_keeps_its_codes_whatever_others_of_a_batch_do(kind, dtype):
+    """Codes of what was rounded to 16 bits are others: values grew by a percent in a hundred steps."""
+    model = attached().to(dtype)
+    long, short = random_ids(70, seed=1), random_ids(12, seed=2)  # the second never has as many as are kept
+    ids, mask = left_padded([long, short])
+    cache = PrunedCache(
+        model.config, SnapKV(window=4, num_sink_tokens=4), keep=60, every=2, positions="contiguous", dtype=kind
+    )
+    prefill(model, ids, cache, attention_mask=mask)
+
+    def held():
+        pool = cache.layers[0].pool
+        return [x[len(x) // 2 :, :10] for x in pool.gather(max(pool.counts), exact=True)]
+
+    before = held()
+    for i in range(24):
+        model(torch.full((2, 1), 7 + i), past_key_values=cache)
+    assert cache.stored_lengths()[0][0] == [60] * 2 and all(map(torch.equal, held(), before))
+
+
+@torch.no_grad()
 def test_compressing_again_moves_codes():
     model = attached()
     cache = PrunedCache(model.config, SnapKV(window=6), keep=0.75, later="keep", dtype="int8")
@@ -414,7 +437,7 @@ def test_windows_have_the_dtypes_of_their_layers():
 @pytest.mark.parametrize(
     ("dtype", "message"),
     [
-        (("int8", None), "one for each of the model's 3 layers, got 2"),
+        (("int8", None), r"one for each of the model's 3 layers, got a list of 2: \['int8', None\]"),
         ([None, "int2", "int8"], "or a list of these, one for each layer, got 'int2'"),
     ],
 )

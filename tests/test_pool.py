@@ -96,6 +96,8 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
             assert out.pages == own and pool.lengths.tolist() == out.there.tolist()
             other = new_pool_beside(pool)  # takes the pages that are free now
             append(other, x)
+            if data.draw(st.booleans()):
+                pool.trim()  # cuts its table, too
             swap_in(pool, out)
             check((other, list(x[0])), (pool, rows), *(pair for i, pair in enumerate(pools) if i != which))
             del other

@@ -148,10 +148,10 @@ def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path)
     ]
     run_chat(
         model="example", cache="pruned,keep=1.0", max_new_tokens=5, device="cpu",
-        lines=[*lines, "/quit", "never read"], console=console, prompt=False,
+        lines=[*lines, "/save", "/quit", "never read"], console=console, prompt=False,
     )  # fmt: skip
     seen = len(TEXT + QUESTIONS[0]) + 4
-    memory, saved, empty, after, loaded, unknown, *_, missing = [
+    memory, saved, empty, after, loaded, unknown, *_, missing, nameless = [
         line for line in console.file.getvalue().splitlines() if not line.startswith(("  ", "/"))
     ]
     assert memory == f"PrunedCache: {seen} tokens seen" and saved == f"saved to {file}" and empty == "empty"
@@ -159,6 +159,7 @@ def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path)
     assert (
         sum(line.startswith("/help ") for line in console.file.getvalue().splitlines()) == 2
     )  # asked, and of /nothing
+    assert nameless == "no file given: /save FILE"
     assert unknown == "no such command: /nothing" and missing == "path must be a file that save wrote, got x"
 
     model, tokenizer = example

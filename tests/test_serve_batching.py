@@ -300,6 +300,60 @@ def test_nan_of_one_that_decodes_fails_it_alone():
         assert serving.served.pages_in_use() == 0
 
 
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_second_request_of_the_same_id_fails_alone(decodes):
+    model, prompts = tiny_model(), prompts_of((23, 9))
+    with batching(model, DENSE, pages=400, page_size=8, requests=4, batch_tokens=64) as serving:
+        manager = model.init_continuous_batching(generation_config=greedy(1))
+        manager.add_request(prompts[0], request_id="a", max_new_tokens=60, streaming=decodes, eos_token_id=-1)
+        if decodes:
+            manager.start()
+            assert manager.get_result(timeout=60).error is None
+        manager.add_request(prompts[1], request_id="a", max_new_tokens=6, eos_token_id=-1)
+        if not decodes:
+            manager.start()
+        found = []
+        while len(found) < 2:
+            result = manager.get_result(timeout=60)
+            if result.error is not None or len(result.generated_tokens) == 60:
+                found.append(result)
+        assert manager.is_running()
+        manager.stop()
+        failed, done = sorted(found, key=lambda result: len(result.generated_tokens))
+        assert "request_id must be of one request at a time, got 'a' again" in failed.error
+        assert failed.generated_tokens == [] and failed.prompt_ids == prompts[1]
+        assert done.generated_tokens == alone(model, DENSE, prompts[0], 60)
+        assert serving.served.pages_in_use() == 0
+
+
+def test_each_answer_to_a_prompt_that_is_refused_fails():
+    model, prompts, config = tiny_model(), prompts_of((200, 9)), greedy(3)
+    config.num_return_sequences = 2
+    with batching(model, DENSE, pages=40, page_size=8, requests=4, batch_tokens=48):
+        found = list(model.generate_batch(prompts, generation_config=config, progress_bar=False).values())
+    assert len(found) == 4
+    for result in found:
+        if len(result.prompt_ids) == 200:
+            assert "needs 150 pages for its prompt of 200 tokens, but there are 40" in result.error
+        else:
+            assert result.generated_tokens == alone(model, DENSE, prompts[1], 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama", "has the token 5000 in its prompt, but the model knows 0 to 96"),
+        ("gpt2", "may have 527 tokens, its prompt's 507 included, but the model has embeddings for 512 positions"),
+    ],
+)
+def test_what_the_models_embeddings_do_not_have_fails_alone(name, message):
+    model = tiny_model() if name == "llama" else CONFIGURATIONS[name].model()
+    fine, wrong = prompts_of((9, 507))
+    wrong = [5000, 3, 4] if name == "llama" else wrong
+    found, _, in_use = served(model, DENSE, [fine, wrong], [20, 20], pages=4000, requests=4, batch_tokens=64)
+    assert found[0] == alone(model, DENSE, fine, 20) and message in found[1] and in_use == 0
+
+
 def test_closing_stops_managers_and_leaves_none_for_later():
     model, prompts = tiny_model(), prompts_of((12, 9))
     config = ContinuousBatchingConfig(num_blocks=32, page_size=16, max_batch_tokens=64)  # not all memory there is
@@ -415,6 +469,7 @@ def test_settings_are_refused_by_name():
         ({"memory": 0}, "memory must be at least 1, got 0"),
         ({"memory": 1.5}, "memory must be an integer, got 1.5"),
         ({"memory": 100}, "memory must be at least a page, 8192 bytes, got 100"),
+        ({"memory": "900TiB"}, r"memory must be at most .*, which are free in the machine's memory, got 900\.0 TiB"),
         ({"pages": 0}, "pages must be an integer of at least 1, got 0"),
         ({"pages": 9, "requests": 0}, "requests must be at least 1, got 0"),
         ({"pages": 9, "batch_tokens": 8}, "batch_tokens must be at least 64, got 8"),

@@ -4,11 +4,12 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
-from helpers import deciding_model, tiny_model
+from helpers import deciding_model, tiny_gates_folder, tiny_model
 from published_gates import hidden_gates_folder
 from transformers import Lfm2Config, Qwen2Config
 from typer.testing import CliRunner
@@ -74,7 +75,7 @@ def test_vllm_is_told_the_cache_the_memory_and_the_length_and_the_rest_is_passed
     folder, options, lines = made("example", "--api-key", "secret", "--max_num_seqs=7", "-O0", cache="dense", port=81)
     assert folder == str(EXAMPLE)
     asked = json.loads(options.pop("--additional-config")[0])
-    assert asked == {"kvcompress": {"cache": "dense", "ratio": 1.0}}
+    assert asked == {"kvcompress": {"cache": "dense"}}
     assert options == {
         "--api-key": ["secret"], "--max_num_seqs=7": ["-O0"], "--dtype": ["float32"], "--host": ["127.0.0.1"],
         "--port": ["81"], "--max-model-len": ["2048"], "--kv-cache-memory-bytes": [str(64 << 20)],
@@ -168,6 +169,29 @@ def test_a_converted_model_has_its_own_cache(tmp_path):
     assert lines[2].startswith("requests prompts that fit at once where 4 tokens share a slot: ")
 
 
+def test_gates_are_expected_to_keep_what_they_are_asked_to():
+    gates = f"gated,gates={tiny_gates_folder()}"
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model().save_pretrained(folder)
+        for cache, ratio, tokens in (
+            (f"{gates},keep=1/4", None, "4"),
+            (f"{gates},keep=1/4", 2.0, "2"),
+            (f"{gates},threshold=-3", None, None),
+        ):
+            _, options, lines = made(folder, cache=cache, ratio=ratio)
+            where = "" if tokens is None else f" where {tokens} tokens share a slot"
+            assert lines[2].startswith(f"requests prompts that fit at once{where}: ")
+
+
+def test_who_listens_to_others_without_a_key_is_told(folder, monkeypatch):
+    told = "warning  without --api-key whoever reaches this address is answered"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert made(folder, host="0.0.0.0")[2][-1] == told
+    assert made(folder)[2][-1] != told and made(folder, "--api-key", "secret", host="0.0.0.0")[2][-1] != told
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert made(folder, host="0.0.0.0")[2][-1] != told
+
+
 def test_memory_that_is_not_given_is_a_share_of_what_is_free_beside_the_weights(folder, monkeypatch):
     weights = sum(x.numel() for x in tiny_model().parameters()) * 4
     monkeypatch.setattr(launch, "free_node_nbytes", lambda: weights + (20 << 20))
@@ -234,6 +258,9 @@ def test_memory_that_the_environment_says_is_refused():
         (("--cache", f"gated,gates={hidden_gates_folder()},threshold=0"), "gates must look at queries under vLLM"),
         (("--cache", PRUNED + ",page_size=8"), "page_size must not be given for a cache that is served"),
         (("--memory", "1KiB"), "--memory: memory must be at least 432.0 KiB (442368B) for a request of 512 tokens"),
+        (("--memory", "900TiB"), "--memory: memory must be at most"),
+        (("--cache", "dense", "--ratio", "4"), "--ratio: ratio must not be given for dense, got 4: how much stays is"),
+        (("--cache", "quantized,dtype=int5"), "--cache: dtype must be int8, k8v4 or None"),
         (("--cache", WHOLE, "--enable-chunked-prefill"), "--enable-chunked-prefill must not be given with pruned"),
         (("--cache", WHOLE, "--max-num-batched-tokens", "99"), "--max-num-batched-tokens must be at least --max-"),
         (("--max-model-len", "auto"), "--max-model-len must be a number of tokens, such as 8192 or 8K, got auto"),

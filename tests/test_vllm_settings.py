@@ -18,7 +18,7 @@ P = 8
 PRUNED = "pruned,pruner=snapkv,window=4,keep=8"
 
 
-def engine_of(model, cache, blocks=20, ratio=1.0):
+def engine_of(model, cache, blocks=20, ratio=None):
     engine = Engine(Settings(cache, ratio), model.config, torch.float32, P)
     rows = sum(x.kv_heads for x in engine.facts.values())
     engine.open(torch.zeros(blocks * rows * engine.page_nbytes, dtype=torch.uint8), blocks)
@@ -55,8 +55,8 @@ def test_settings_are_what_is_asked_or_the_converted_models_own():
         ({"cache": "dmc", "prefixes": -1}, "prefixes must be an integer of at least 0, got -1"),
         ({"cache": 3}, "cache must be text"),
         ({"cache": "none"}, "cache must be one of"),
-        ({"cache": "dmc", "ratio": 0.5}, "ratio must be a finite number of at least 1, got 0.5"),
-        ({"cache": "dmc", "ratio": float("inf")}, "ratio must be a finite number of at least 1, got inf"),
+        ({"cache": "dmc", "ratio": 0.5}, "ratio must be a finite number of at least 1, or None, got 0.5"),
+        ({"cache": "dmc", "ratio": float("inf")}, "ratio must be a finite number of at least 1, or None, got inf"),
     ):
         with pytest.raises(ValueError, match=message):
             Settings.asked({"kvcompress": given}, plain)
@@ -91,13 +91,13 @@ def test_rows_of_any_order_are_one_pass_and_blocks_follow_the_pages():
     engine.known = known(a=13, b=5)
     engine.start_step()
     assert engine.has_room("a", 0, 13) and engine.blocks_of("a") == 1
-    engine.named("a", 7)
+    engine.named("a", [7])
     for out in step(engine, [Row(7, 0, 13)]):
         assert not out.isnan().any()
     engine.start_step()
     assert engine.decoding == ["a"] and engine.blocks_of("a") == 2 and engine.has_room("a", 13, 14)
     assert engine.has_room("b", 0, 5)
-    engine.named("b", 3)
+    engine.named("b", [3])
     for out in step(engine, [Row(3, 0, 5), Row(7, 5, 1)]):
         assert not out.isnan().any()
     assert not engine.begin([Row(11, 0, 4)])  # nobody that is known
@@ -126,7 +126,7 @@ def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_the
     engine.start_step()
     assert engine.most_read([], ["c"], 100) == 40 and not engine.has_room("c", 0, 60)
     assert engine.has_room("a", 0, 33)
-    engine.named("a", 1)
+    engine.named("a", [1])
     step(engine, [Row(1, 0, 33)])
     engine.start_step()
     assert not engine.has_room("b", 0, 9)  # a has all five
@@ -134,7 +134,10 @@ def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_the
     assert engine.has_room("b", 0, 9)  # and gives them back at once
 
 
-@pytest.mark.parametrize(("cache", "ratio", "blocks"), [("dense", 1, 8), (PRUNED, 1, 1), ("dmc", 1, 8), ("dmc", 4, 2)])
+@pytest.mark.parametrize(
+    ("cache", "ratio", "blocks"),
+    [("dense", None, 8), (PRUNED, None, 1), ("dmc", None, 8), ("dmc", 1, 8), ("dmc", 4, 2)],
+)
 def test_blocks_that_a_prompt_is_expected_to_take(cache, ratio, blocks):
     model = deciding_model() if cache == "dmc" else tiny_model()
     assert engine_of(model, cache, ratio=ratio).blocks_for(64) == blocks

@@ -125,4 +125,6 @@ def _command(chat: Chat, text: str) -> str:
             return repr(chat.cache)
     except (OSError, ValueError, RuntimeError) as error:
         return str(error)
+    if name in ("/save", "/load"):
+        return f"no file given: {name} FILE"
     return f"no such command: {text}\n{COMMANDS}"

@@ -96,7 +96,10 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         layers: list[Any] = []
         every, dtype = cache_layers(config), self.pool_settings.dtype
         if isinstance(dtype, tuple) and len(dtype) != len(every):
-            raise ValueError(f"dtype must be one, or one for each of the model's {len(every)} layers, got {len(dtype)}")
+            raise ValueError(
+                f"dtype must be a name or None, or a list with one for each of the model's {len(every)} layers, got a "
+                f"list of {len(dtype)}: {list(dtype)}"
+            )
         for index, theirs in enumerate(every):
             if not isinstance(theirs, DynamicLayer):
                 layers.append(theirs)

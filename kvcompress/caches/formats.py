@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ class Format:
     def of(name: str | None, dtype: torch.dtype, names: tuple[str, ...] = PAIR) -> Format | None:
         """None = as they are."""
         return None if name is None else Format(name, dtype, names)
+
+    @property
+    def exact(self) -> Format:
+        """The same, but what codes stand for is not rounded to the model's dtype."""
+        return replace(self, dtype=torch.float32)
 
     def code(self, name: str) -> str:
         """ops.quantize's name of what keys, or values, are."""

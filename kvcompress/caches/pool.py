@@ -117,10 +117,12 @@ class PagePool(BatchState, Keeping):
         return self.store.nbytes() + sum(x.numel() * x.element_size() for x in (self.block_table, self.lengths))
 
     def gather(
-        self, capacity: int, names: Sequence[str] | None = None, rows: Sequence[int] | None = None
-    ) -> list[Tensor]:
+        self, capacity: int, names: Sequence[str] | None = None, rows: Sequence[int] | None = None, *,
+        exact: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
         """For each name in slots (or of these) [R, capacity, ...], zeros past each row's length. capacity: at least the
-        longest. Of slots in a format keys and values, as numbers again. rows: of these alone, zeros of others."""
+        longest. Of slots in a format keys and values, as numbers again; exact: in float32, whose codes and scales are
+        those that they have. rows: of these alone, zeros of others."""
         form = self.store.form
         if form is None:
             found = self._gather(capacity, names, rows)
@@ -128,6 +130,7 @@ class PagePool(BatchState, Keeping):
             wanted = [name for name in form.names if names is None or name in names]
             parts = [name for name in self.store.arrays if any(name in (x, scales_of(x)) for x in wanted)]
             codes = dict(zip(parts, self._gather(capacity, parts, rows), strict=True))
+            form = form.exact if exact else form
             found = [form.decode(name, codes[name], codes[scales_of(name)]) for name in wanted]
         if rows is None:
             return found

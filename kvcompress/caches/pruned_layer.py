@@ -411,7 +411,7 @@ class PrunedLayer(PagedLayer):
         if self.policy.gap is None:
             self.keep(choice)
             return
-        keys, values = pool.gather(max(pool.counts))
+        keys, values = pool.gather(max(pool.counts), exact=True)  # what does not move keeps its codes
         anew = self._gathered(choice, keys, values, facts)
         self.keep(choice, anew)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -172,7 +171,7 @@ class StreamingLayer(CompressedLayer):
         B, R = len(self.tokens), every[0].shape[0]
         held = [x[:, self.sinks :] for x in (every[0], *self.scales[:1])]
         # of codes what they stand for, exactly: they are rounded once more
-        keys = held[0] if self.form is None else replace(self.form, dtype=torch.float32).decode("keys", *held)
+        keys = held[0] if self.form is None else self.form.exact.decode("keys", *held)
         ring = keys.unflatten(0, (B, R // B))
         places = torch.tensor(distance, dtype=torch.int32, device=ring.device)[:, None]
         moved = rotary.move_back(

@@ -57,6 +57,7 @@ def swap_in(pool: PagePool, swapped: Swapped) -> None:
     not suffice; nothing is changed then."""
     store, rows = pool.store, pool._rows
     with store.lock:
+        pool._widen(max(swapped.lengths.tolist(), default=0))  # the table may have been cut meanwhile
         count, named = swapped.pages, store.named(rows)
         store.count_free()
         store.provide(count)

@@ -151,6 +151,12 @@ class GatedCache(CompressedCache):
         """As in every cache. Raises ValueError without track=True."""
         return super().kept_positions()
 
+    @property
+    def expected_share(self) -> float:
+        """That of tokens which stays, as far as it is known before any were read: keep, 1.0 with a threshold."""
+        share = None if self.keep is None else Keep.of(self.keep).share
+        return 1.0 if share is None else float(share)
+
     def kept_share(self) -> float:
         """Tokens held over tokens seen, mean over layers that compress and heads; 1.0 before any."""
         held = [n for layer in self.compressing for row in layer.stored_lengths() for n in row]

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedC
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import RequestState
 
 from ..caches.spec import CacheSpec
 from ..caches.store import PoolSettings
@@ -23,7 +24,7 @@ from ..hf.now import coming
 from ..support.checks import MOST_INT32, need_integer, renamed
 from ..support.units import Tokens, tokens_of
 from .apart import Apart
-from .memory import free_nbytes, memory_nbytes, swap_nbytes
+from .memory import check_free, free_nbytes, memory_nbytes, swap_nbytes
 from .requests import Requests
 from .scheduler import PageScheduler
 from .served import cache_maker, spec_of
@@ -141,6 +142,13 @@ class _Processor(ContinuousBatchProcessor):
                     self.scheduler.block_new_requests = False
             self.failed = {}
         super().update_batch()
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        name = state.request_id
+        if name in self.scheduler.active_requests and self.scheduler.active_requests[name] is not state:
+            self.output_router.fail_and_deliver(state, error)  # what another request of this id wrote is not its own
+        else:
+            super()._handle_request_error(error, state)
 
     def fail_all_requests(self, error: Exception) -> None:
         super().fail_all_requests(error)
@@ -295,7 +303,9 @@ class Batching:
             if self.memory is not None:
                 raise ValueError(f"memory must not be given for {self.spec}, which has no pages: requests bounds it")
             return 1
-        nbytes = free_nbytes(self.model.device) // 2 if self.memory is None else self.memory
+        free = free_nbytes(self.model.device)
+        nbytes = free // 2 if self.memory is None else self.memory
+        check_free(nbytes, free, self.model.device)
         if nbytes < page_nbytes:
             raise ValueError(f"memory must be at least a page, {page_nbytes} bytes, got {nbytes}")
         return min(nbytes // page_nbytes, MOST_INT32)

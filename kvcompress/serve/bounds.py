@@ -13,6 +13,7 @@ from ..caches.choose import at_once
 from ..caches.paged import PagedLayer
 from ..caches.pruned import PrunedCache
 from ..caches.pruned_layer import PrunedLayer
+from ..gates.cache import GatedCache
 
 LEAST = 16  # tokens of a prompt that are worth a part of their own while others decode
 MARGIN = 0.02  # share of all pages that is to stay free, where it is not known exactly what requests will take
@@ -23,7 +24,8 @@ class Bounds:
     much stays, so that only what was measured says how many pages a prompt will take. in_phase: whether all rows of a
     request fill as many slots as each other, one more by each token.
 
-    share: float64 [rows], slots that a row keeps of each token, as measured; 1 before anything was.
+    share: float64 [rows], slots that a row keeps of each token, as measured; before anything was what a gated cache is
+    asked to keep, else 1.
     """
 
     def __init__(self, cache: CompressedCache, kv_heads: Sequence[int], page_size: int, page_nbytes: int) -> None:
@@ -34,7 +36,7 @@ class Bounds:
         self.learned = any(not layer.steps_known for layer in paged_layers(cache))
         pruned = isinstance(cache, PrunedCache)
         self.in_phase = not self.learned and not (pruned and (cache.every or not isinstance(cache.budget, Uniform)))
-        self.share = np.ones(self.rows)
+        self.share = np.full(self.rows, cache.expected_share if isinstance(cache, GatedCache) else 1.0)
         self._weight = 0.0  # tokens that share was measured on
 
     def grown(self, cache: CompressedCache, tokens: int, prompt: int) -> int:

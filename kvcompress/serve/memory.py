@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..support.checks import need_integer
-from ..support.units import nbytes_of
+from ..support.units import nbytes_of, size
 
 _CGROUP = Path("/sys/fs/cgroup")  # where a container's limit stands
 _NODES = Path("/sys/devices/system/node")
@@ -41,6 +41,13 @@ def free_nbytes(device: torch.device) -> int:
         most, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, max(most - used, 0))
     return free
+
+
+def check_free(memory: int, free: int, device: torch.device) -> None:
+    """Raises ValueError for more bytes than are free."""
+    if memory > free:
+        where = "in the machine's memory" if device.type == "cpu" else f"on {device}"
+        raise ValueError(f"memory must be at most {size(free)}, which are free {where}, got {size(memory)}")
 
 
 def free_node_nbytes() -> int:

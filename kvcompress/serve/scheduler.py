@@ -85,6 +85,12 @@ class PageScheduler(Scheduler):
         self.peak_pages = max(self.peak_pages, served.used)
         return batch, False, token_budget - budget, 0
 
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Raises ValueError for an id that another request has, whose pages it would take."""
+        if state.request_id in self.waiting_requests or state.request_id in self.active_requests:
+            raise ValueError(f"request_id must be of one request at a time, got {state.request_id!r} again")
+        super().add_waiting_request(state)
+
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
         if state is not None and state.status == RequestStatus.FINISHED:
@@ -131,6 +137,8 @@ class PageScheduler(Scheduler):
         """That of a waiting request; None where it must wait, or has failed."""
         served, prompt = self.served, self._prompt(state)
         reason = served.refusal(_given(state) if served.whole else prompt)
+        if (why := served.unknown(state.initial_tokens, state._new_tokens_limit)) is not None:
+            reason = why
         if state._new_tokens_limit < 1:
             reason = f"may write nothing behind its prompt of {prompt} tokens: max_new_tokens must be at least 1"
         if reason is not None:
@@ -186,6 +194,7 @@ class PageScheduler(Scheduler):
         self.block_new_requests = True  # until somebody has finished
 
     def _refuse(self, state: RequestState, reason: str) -> None:
+        self._add_children(state)  # which are refused for themselves: each is waited for
         self.served.drop(state.request_id)
         self.waiting_requests_order.remove(state.request_id)
         del self.waiting_requests[state.request_id]
@@ -201,7 +210,10 @@ class PageScheduler(Scheduler):
             child = state.create_equivalent_initial_request()
             child.request_id, child.num_children = f"{state.request_id}__child#{i}", 0
             child._true_initial_tokens = 0
-            self.add_waiting_request(child)
+            try:
+                self.add_waiting_request(child)
+            except ValueError as error:
+                self.fail(child, error)
         state.num_children = 0
 
 

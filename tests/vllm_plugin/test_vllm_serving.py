@@ -361,6 +361,8 @@ def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):
     ("cache", "given", "message"),
     [
         (WHOLE, {"enable_chunked_prefill": True}, "enable_chunked_prefill must be False with .*reads prompts whole"),
+        (PRUNED, {"long_prefill_token_threshold": 64}, "long_prefill_token_threshold must be 0 with .*all of a prompt"),
+        ("dense", {"ratio": 2}, "ratio must not be given for 'dense', got 2"),
         ("dense", {"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with a compressed cache"),
         ("dense", {"scheduling_policy": "priority"}, "scheduling_policy must be 'fcfs'"),
         ("dense", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'float32'"),
@@ -372,6 +374,45 @@ def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):
 def test_what_cannot_be_is_refused_by_the_name_of_its_setting(serve, folders, cache, given, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         serve(folders["plain"], cache, **given)
+
+
+@pytest.mark.parametrize("cache", ["dense", PRUNED])
+def test_seeded_requests_whose_prompts_are_read_in_parts_are_sampled_as_vllm_does(serve, folders, prompts, cache):
+    """A CPU's generator cannot be wound back behind a part of a prompt: the engine died of it."""
+    sampled = SamplingParams(temperature=1, seed=7, max_tokens=4, detokenize=False, ignore_eos=True)
+    given = [prompts[0][:140] + prompts[i][: 9 + i] for i in (1, 2, 3, 4)]  # the third begins as the first two did
+
+    def answers(served):
+        found = [served.llm.generate([{"prompt_token_ids": x}], sampled, use_tqdm=False)[0] for x in given]
+        return [list(x.outputs[0].token_ids) for x in found]
+
+    served = serve(folders["plain"], cache)
+    found = answers(served)
+    assert [len(x) for x in found] == [4] * 4 and served.engine.requests.prompts.hits > 0
+    if cache == "dense":
+        assert found == answers(serve(folders["plain"], None, max_num_batched_tokens=512))
+
+
+def test_a_prompt_that_comes_in_parts_of_the_clients_own_fails_alone(serve, folders, prompts):
+    served = serve(folders["plain"], "dense")
+    engine, core = served.llm.llm_engine, served.llm.llm_engine.engine_core.engine_core
+    for name, resumable in (("session", True), ("other", False)):
+        params = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
+        made = engine.input_processor.process_inputs(
+            name, {"prompt_token_ids": prompts[0][:100]}, params, supported_tasks=engine.get_supported_tasks(),
+            resumable=resumable,
+        )  # fmt: skip
+        core.add_request(*core.preprocess_add_request(made))
+    tokens, ended = {"session": [], "other": []}, {}
+    while len(ended) < 2:
+        for output in [x for some in core.step()[0].values() for x in some.outputs]:
+            tokens[output.request_id] += output.new_token_ids
+            if output.finished:
+                ended[output.request_id] = str(output.finish_reason)
+    assert ended["session"] == "error" and tokens["session"] == []
+    assert [tokens["other"]] == alone(example("dense"), "dense", [prompts[0][:100]], 12)
+    served.engine.settle()
+    assert not served.engine.requests.held()
 
 
 def test_a_converted_model_asks_for_its_own_cache(serve, folders, prompts):

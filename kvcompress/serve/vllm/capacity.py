@@ -58,8 +58,8 @@ class Capacity:
         dtype = str(engine.dtype).removeprefix("torch.")
         known = sorted({min(tokens, self.length) for tokens in LENGTHS})
         fits = ", ".join(f"{self.at_once(tokens):,} of {tokens:,} tokens" for tokens in known)
-        ratio = engine.settings.ratio
-        guess = f" where {ratio:g} tokens share a slot" if engine.bounds.learned else ""
+        ratio = 1 / float(engine.bounds.share.mean()) if engine.bounds.learned else 1.0
+        guess = f" where {ratio:g} tokens share a slot" if ratio > 1 else ""
         return [
             f"model    {name}: {dtype}, at most {self.length:,} tokens of a prompt and its answer",
             f"cache    {engine.settings.cache}: {size(self.nbytes)}, in blocks of {engine.block_size} tokens",

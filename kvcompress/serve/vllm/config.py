@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 
 from .engine import Engine
 from .settings import BLOCK_SIZE, KEY, Settings
@@ -16,6 +17,7 @@ from .settings import BLOCK_SIZE, KEY, Settings
 logger = init_logger("vllm.kvcompress")  # of vLLM's, which show no others
 
 PREFIX = "Compressed"
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ONE = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
@@ -65,6 +67,8 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     _must_be("async_scheduling", scheduler.async_scheduling, (None, False))
     _must_be("runner", model.runner_type, ("generate",))
     _must_be("cudagraph_mode", compilation.cudagraph_mode, (None, CUDAGraphMode.NONE))
+    if current_platform.is_cpu() and parallel.worker_cls in ("auto", CPU_WORKER):
+        parallel.worker_cls = "kvcompress.serve.vllm.worker.CompressedWorker"
     if vllm_config.use_v2_model_runner:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
     if model.multimodal_config is not None and not model.multimodal_config.language_model_only:
@@ -75,8 +79,11 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     if not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
     engine = Engine(settings, model.hf_config, model.dtype, cache.block_size)
+    if engine.whole:
+        reason = f"{settings.cache!r}, which chooses by all of a prompt"
+        _must_be("long_prefill_token_threshold", scheduler.long_prefill_token_threshold, (0,), reason)
     if engine.one_pass:
-        reason = f"{settings.cache!r} reads prompts whole, in one step"
+        reason = f"{settings.cache!r}, which reads prompts whole, in one step"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (False,), reason)
     elif settings.prefixes and not engine.whole:
         reason = f"prefixes = {settings.prefixes}, which are read up to their borders first"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -107,8 +108,12 @@ class Engine:
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(size, dtype, form))
         heads = [self.facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
-        if self.bounds.learned:
-            self.bounds.share = self.bounds.share / settings.ratio
+        if settings.ratio is not None:
+            if not self.bounds.learned:
+                raise ValueError(
+                    f"ratio must not be given for {settings.cache!r}, got {settings.ratio:g}: how much stays is known"
+                )
+            self.bounds.share = np.full(self.bounds.rows, 1 / settings.ratio)
         self.heads = sum(facts.kv_heads for facts in self.facts.values() if facts.reads is None)
         self.window = 0  # slots of a request that lies beside pages, in blocks that stand for them
         if isinstance(empty, StreamingCache):

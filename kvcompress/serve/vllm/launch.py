@@ -20,7 +20,7 @@ from ...models import EXAMPLE, EXAMPLE_NAME
 from ...support.checks import FLOATS, need_dtype
 from ...support.extras import need_packages
 from ...support.names import check_name
-from ..memory import free_nbytes, free_node_nbytes, memory_nbytes
+from ..memory import check_free, free_nbytes, free_node_nbytes, memory_nbytes
 from .capacity import Capacity
 from .engine import Engine
 from .passed import Passed
@@ -28,6 +28,7 @@ from .settings import BLOCK_SIZE, KEY, Settings
 
 LONGEST = 32_768  # tokens of a request whose prompt is read whole, in one step, where --max-model-len says no other
 SHARES = {"cpu": 0.5, "cuda": 0.8}  # of what is free beside the weights; activations and the system need the rest
+_OWN = ("127.0.0.1", "localhost", "::1")  # addresses that no other machine reaches
 PROGRAM = "kvcompress.serve.vllm.program"
 
 
@@ -86,15 +87,17 @@ def command_of(
     """The command, of options that were read; memory in bytes. Raises ValueError as run_serve does."""
     folder, config = _config(model, passed.text("--revision"))
     chosen = _dtype(model, config, dtype)
-    settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, 1.0 if ratio is None else ratio, swap=swap)
+    settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, ratio, swap=swap)
     engine = Engine(settings, config, chosen, passed.count("--block-size") or BLOCK_SIZE)
     length = _length(engine, trained_length_of(config), passed.count("--max-model-len"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    free = free_nbytes(device) if device.type == "cuda" else free_node_nbytes()
     if memory is None:
-        memory = _free(config, chosen, device)
+        memory = int(max(free - _weights(config, chosen), 0) * SHARES[device.type])
+    check_free(memory, free, device)
     capacity = Capacity(engine, memory, length, device)
-    asked: dict[str, Any] = {"cache": settings.cache, "ratio": settings.ratio}
-    asked |= {} if swap is None else {"swap": swap}
+    asked: dict[str, Any] = {"cache": settings.cache, "ratio": ratio, "swap": swap}
+    asked = {name: value for name, value in asked.items() if value is not None}
     ours = {
         "--dtype": str(chosen).removeprefix("torch."), "--host": host, "--port": str(port),
         "--kv-cache-memory-bytes": str(capacity.vllm_nbytes),
@@ -110,7 +113,10 @@ def command_of(
     arguments = [sys.executable, "-m", PROGRAM, folder, *passed.without("--additional-config")]
     for name, value in ours.items():
         arguments += [name, value] if value else [name]
-    return Command(arguments, capacity.lines(title, f"http://{host}:{port}"))
+    lines = capacity.lines(title, f"http://{host}:{port}")
+    if host not in _OWN and not passed.has("--api-key") and not os.environ.get("VLLM_API_KEY"):
+        lines.append("warning  without --api-key whoever reaches this address is answered")
+    return Command(arguments, lines)
 
 
 def _length(engine: Engine, trained: int, asked: int | None) -> int:
@@ -164,10 +170,8 @@ def _dtype(model: str, config: Any, dtype: str) -> torch.dtype:
     return need_dtype(dtype) or (own if own in FLOATS else torch.bfloat16)
 
 
-def _free(config: Any, dtype: torch.dtype, device: torch.device) -> int:
-    """What the caches may take of what is free, once the weights are there."""
-    free = free_nbytes(device) if device.type == "cuda" else free_node_nbytes()
+def _weights(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of a model's."""
     auto = AutoModelForCausalLM if decoder_config(config) is config else AutoModel
     with torch.device("meta"):
-        weights = auto.from_config(config).num_parameters() * dtype.itemsize
-    return int(max(free - weights, 0) * SHARES[device.type])
+        return int(auto.from_config(config).num_parameters()) * dtype.itemsize

@@ -114,6 +114,12 @@ class CompressedScheduler(Scheduler):
             )
         self.need_mamba_block_aligned_split = requests.prefixes.most > 0 or requests.whole
 
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if request.resumable:
+            reason = "its prompt comes in parts of the client's own (resumable), which no compressed cache takes"
+            self.engine.failed[request.request_id] = reason
+
     def schedule(self, throttle_prefills: bool = False) -> Any:
         engine, budget = self.engine, self.max_num_scheduled_tokens
         engine.start_step()

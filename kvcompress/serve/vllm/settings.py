@@ -20,8 +20,9 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Settings:
-    """cache: as CacheSpec writes it. ratio: tokens per slot that a cache with learned ratio (DMC, DMS) is taken to
-    reach before any prompt was read; afterwards what was measured counts. prefixes: most that are kept of prompts that
+    """cache: as CacheSpec writes it. ratio: tokens per slot that a cache with learned ratio (DMC, DMS, gates) is taken
+    to reach before any prompt was read, afterwards what was measured counts; None = 1, or what gates are to keep.
+    prefixes: most that are kept of prompts that
     begin alike, as Requests takes it; None = 0 without vLLM's enable_prefix_caching or enable_chunked_prefill. swap: as
     Requests takes it, bytes or a text such as "1GiB".
 
@@ -29,7 +30,7 @@ class Settings:
     """
 
     cache: str
-    ratio: float = 1.0
+    ratio: float | None = None
     prefixes: int | None = None
     swap: int | str | None = None
 
@@ -39,8 +40,10 @@ class Settings:
         _ = self.spec
         check_prefixes(self.prefixes, False)
         _ = self.swap_nbytes
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 1 <= self.ratio < math.inf:
-            raise ValueError(f"ratio must be a finite number of at least 1, got {self.ratio!r}")
+        ratio = self.ratio
+        number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+        if ratio is not None and not (number and 1 <= ratio < math.inf):
+            raise ValueError(f"ratio must be a finite number of at least 1, or None, got {ratio!r}")
 
     @property
     def spec(self) -> CacheSpec:

@@ -127,7 +127,8 @@ class Clients:
         if kind == "slow":
             return self.post(json.dumps(body | {"stream": True}).encode(), pause=0.2)[0]
         if kind == "many":
-            return self.post(json.dumps(body | {"n": 6, "temperature": 1.0, "max_tokens": 8}).encode())[0]
+            sampled = {"n": 6, "temperature": 1.0, "seed": draw.randrange(9), "max_tokens": 8}
+            return self.post(json.dumps(body | sampled).encode())[0]
         if kind == "no JSON":
             return self.post(draw.choice([b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"prompt": NaN', b"null"]))[0]
         if kind == "wrong":

@@ -149,6 +149,7 @@ class Requests:
 
     def _drop(self, request: str, waits: bool) -> None:
         self.prompts.leave(request, waits=waits)
+        self._changed |= request in self.swap  # pages that it shared with a prefix may be free now
         self.swap.drop(request)
         if self.reading.pop(request, None) is not None:
             self._changed = True

@@ -429,13 +429,24 @@ def test_memory_in_bytes_is_as_many_pages():
     assert found == [alone(model, PRUNED, prompt, new) for prompt, new in zip(prompts_of(LENGTHS), NEW, strict=True)]
 
 
+def test_memory_bounds_windows_too():
+    model, prompts = tiny_model(), prompts_of((20, 24, 9, 31, 17, 12))
+    with batching(model, STREAMING, pages=1000) as serving:
+        window = serving.served.bounds.beside * serving.served.bounds.page_nbytes
+    found, metrics, in_use = served(model, STREAMING, prompts, [6] * 6, memory=2 * window, requests=6, batch_tokens=64)
+    assert found == [alone(model, STREAMING, prompt, 6) for prompt in prompts]
+    assert metrics["peak_running"] == 2 and in_use == 0
+    found, _, in_use = served(model, STREAMING, prompts[:2], [6] * 2, memory=window - 1, requests=6, batch_tokens=64)
+    assert all("pages for its prompt of" in error for error in found) and in_use == 0
+
+
 def test_neither_pages_nor_memory_is_half_of_what_is_free(monkeypatch):
     model, page = tiny_model(), 2 * 8 * 16 * 4
     monkeypatch.setattr(sys.modules["kvcompress.serve.batching"], "free_nbytes", lambda device: 60 * page)
     with batching(model, DENSE, page_size=8) as serving:
         assert serving.pages == 30
-    with batching(model, STREAMING, page_size=8) as serving:  # which has none
-        assert serving.pages == 1
+    with batching(model, STREAMING, page_size=8) as serving:  # whose windows count as pages of 16
+        assert serving.pages == 15
 
 
 def test_what_is_free_is_within_the_limit_of_a_container(monkeypatch, tmp_path):
@@ -478,8 +489,6 @@ def test_settings_are_refused_by_name():
         with pytest.raises(ValueError, match=message):
             batching(model, DENSE, **settings)
         assert not is_attached(model)
-    with pytest.raises(ValueError, match=r"memory must not be given for streaming,.*: requests bounds it"):
-        batching(model, STREAMING, memory="1MiB")
     for wrong in ({"pagse": 9}, {"batch_token": 64}):
         with pytest.raises(TypeError, match=r"batching has no .*: did you mean"):
             batching(model, DENSE, **wrong)

@@ -116,7 +116,8 @@ def test_what_a_streaming_cache_keeps_beside_blocks_has_its_half_where_unused_me
     _, options, lines = made(folder, cache="streaming,window_size=71,num_sink_tokens=4", memory=8 << 20)
     assert options["--kv-cache-memory-bytes"] == [str(vllm)] and "8.0 MiB" in lines[1]
     block = 2 * 64 * 16 * 4 * 6
-    assert lines[2].endswith(f"at once: {(vllm // block - 1) * 64 // 75} of 512 tokens")
+    pages = -(-75 * 6 // 64)  # of 75 slots of all KV heads
+    assert lines[2].endswith(f"at once: {(vllm // block - 1) * 6 // pages} of 512 tokens")
 
 
 def test_models_that_vllm_attends_to_in_chunks_are_refused_by_name(tmp_path):

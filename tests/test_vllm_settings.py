@@ -91,13 +91,13 @@ def test_rows_of_any_order_are_one_pass_and_blocks_follow_the_pages():
     engine.known = known(a=13, b=5)
     engine.start_step()
     assert engine.has_room("a", 0, 13) and engine.blocks_of("a") == 1
-    engine.named("a", [7])
+    engine.named("a", 7)
     for out in step(engine, [Row(7, 0, 13)]):
         assert not out.isnan().any()
     engine.start_step()
     assert engine.decoding == ["a"] and engine.blocks_of("a") == 2 and engine.has_room("a", 13, 14)
     assert engine.has_room("b", 0, 5)
-    engine.named("b", [3])
+    engine.named("b", 3)
     for out in step(engine, [Row(3, 0, 5), Row(7, 5, 1)]):
         assert not out.isnan().any()
     assert not engine.begin([Row(11, 0, 4)])  # nobody that is known
@@ -126,7 +126,7 @@ def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_the
     engine.start_step()
     assert engine.most_read([], ["c"], 100) == 40 and not engine.has_room("c", 0, 60)
     assert engine.has_room("a", 0, 33)
-    engine.named("a", [1])
+    engine.named("a", 1)
     step(engine, [Row(1, 0, 33)])
     engine.start_step()
     assert not engine.has_room("b", 0, 9)  # a has all five

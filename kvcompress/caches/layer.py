@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -46,6 +47,10 @@ class CompressedLayer(BatchState, CacheLayerMixin):
     def reserved_nbytes(self) -> int:
         """Bytes of all tensors held for them, room to grow included."""
         return self.nbytes()
+
+    def most_beside(self, facts: LayerFacts, dtype: torch.dtype) -> int:
+        """Bytes that each sequence keeps beside pages in any case, however many tokens it has. dtype: of the model."""
+        return 0
 
     def trim(self) -> None:
         """Gives back room to grow."""

@@ -308,6 +308,11 @@ class StreamingLayer(CompressedLayer):
         ends = torch.full((len(far[0]),), self.sinks, dtype=torch.int32, device=values.device)
         return lambda q, softmax: _decode(q, far, ends, softmax)
 
+    def most_beside(self, facts: LayerFacts, dtype: torch.dtype) -> int:
+        slots = self.sinks + self.window + (self.sinks if self.copies else 0)
+        form = Format.of(self.dtype, dtype)
+        return facts.kv_heads * slots * slot_nbytes(keys_and_values(facts.size, dtype, form))
+
     def nbytes(self) -> int:
         return 0 if self.keys is None else sum(x.nbytes for x in (*self._held, *(self.far or ())))
 

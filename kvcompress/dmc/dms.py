@@ -7,9 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
+from ..caches.formats import keys_and_values, slot_nbytes
 from ..caches.passes import CachePass
 from ..caches.ring import Ring
 from ..caches.store import PoolSettings
+from ..hf.facts import LayerFacts
 from ..ops.softmax import Softmax
 from .config import DMCConfig
 from .layer import DecidingLayer
@@ -128,6 +130,9 @@ class DMSLayer(DecidingLayer):
         stays = ~self._dropped(alpha)
         stays[max(len(stays) - self.size, 0) :] = True
         return stays
+
+    def most_beside(self, facts: LayerFacts, dtype: torch.dtype) -> int:
+        return facts.kv_heads * self.size * (slot_nbytes(keys_and_values(facts.size, dtype)) + 1)
 
     def state(self) -> tuple[Tensor, ...]:
         return () if self.ring is None else self.ring.arrays

@@ -298,11 +298,7 @@ class Batching:
         )  # fmt: skip
 
     def _pages_within(self, page_nbytes: int) -> int:
-        """Pages of so many bytes within the memory; 0: the cache has none."""
-        if not page_nbytes:
-            if self.memory is not None:
-                raise ValueError(f"memory must not be given for {self.spec}, which has no pages: requests bounds it")
-            return 1
+        """Pages of so many bytes within the memory."""
         free = free_nbytes(self.model.device)
         nbytes = free // 2 if self.memory is None else self.memory
         check_free(nbytes, free, self.model.device)
@@ -394,8 +390,8 @@ def batching(
     pruned or streaming; None = a converted model's own, else dense. Greedy tokens are those that model.generate gives
     each prompt alone with this cache. memory: of all pages, bytes or a text such as "8GiB"; or pages: how many they
     are, of all requests, layers and KV heads together; neither: half of what is free on the model's device. A page
-    holds page_size keys and values of one KV head, a power of two. requests: most at once; what each keeps beside pages
-    (the window of streaming and DMS, the newest entry of DMC, recurrent states) comes on top. batch_tokens: of a pass;
+    holds page_size keys and values of one KV head, a power of two; windows of streaming, DMS and gates count as pages.
+    requests: most at once; what else each keeps (the newest entry of DMC, recurrent states) comes on top. batch_tokens: of a pass;
     longer prompts are read in parts, but those of a pruned cache, or of recurrent layers that begin anew in every call
     of several tokens, which must fit. prefixes: most that are kept of prompts that begin alike, so as not to be read
     again, each with what a request keeps beside pages; 0 = none, None = 16, but none where prompts must fit; the one

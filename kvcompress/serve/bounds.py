@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..budgets import GlobalTopK, Uniform
 from ..caches.base import CompressedCache
@@ -14,6 +15,7 @@ from ..caches.paged import PagedLayer
 from ..caches.pruned import PrunedCache
 from ..caches.pruned_layer import PrunedLayer
 from ..gates.cache import GatedCache
+from ..hf.facts import Facts
 
 LEAST = 16  # tokens of a prompt that are worth a part of their own while others decode
 MARGIN = 0.02  # share of all pages that is to stay free, where it is not known exactly what requests will take
@@ -24,13 +26,17 @@ class Bounds:
     much stays, so that only what was measured says how many pages a prompt will take. in_phase: whether all rows of a
     request fill as many slots as each other, one more by each token.
 
+    beside: pages' worth of what each request keeps beside pages in any case: windows of streaming, DMS and gates.
+
     share: float64 [rows], slots that a row keeps of each token, as measured; before anything was what a gated cache is
     asked to keep, else 1.
     """
 
-    def __init__(self, cache: CompressedCache, kv_heads: Sequence[int], page_size: int, page_nbytes: int) -> None:
+    def __init__(
+        self, cache: CompressedCache, kv_heads: Sequence[int], page_size: int, page_nbytes: int, beside: int
+    ) -> None:
         """kv_heads: of the layers that have pages."""
-        self.cache, self.P, self.page_nbytes = cache, page_size, page_nbytes
+        self.cache, self.P, self.page_nbytes, self.beside = cache, page_size, page_nbytes, beside
         self.heads = list(kv_heads)
         self.rows = sum(kv_heads)
         self.learned = any(not layer.steps_known for layer in paged_layers(cache))
@@ -127,6 +133,11 @@ class Bounds:
         if isinstance(cache.budget, GlobalTopK):  # all rows share
             pages = min(pages, total // self.P + self.rows)
         return pages
+
+
+def pages_beside(cache: CompressedCache, facts: Facts, dtype: torch.dtype, page_nbytes: int) -> int:
+    """Bounds' beside, of a model whose layers' sizes are these."""
+    return -(-sum(layer.most_beside(facts[layer.index], dtype) for layer in cache.own) // page_nbytes)
 
 
 def paged_layers(cache: CompressedCache) -> list[Any]:

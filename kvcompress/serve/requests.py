@@ -18,7 +18,7 @@ from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
 from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
-from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
+from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers, pages_beside, stored_dtype
 from .prefixes import MOST, Prefixes, check_prefixes
 from .prompts import Offered, Prompts, Reader
 from .served import check_served
@@ -35,7 +35,7 @@ class Requests:
     make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
     which pages are to lie; None = of its own. prefixes: most that are kept for prompts that begin alike, None = MOST,
     or none where a prompt must come in one pass; see Prompts.offer. swap: bytes of the host's memory for what requests
-    hold that give their pages up, None = an eighth of the pages' bytes.
+    hold that give their pages up, None = an eighth of the pages' bytes. bounds: of an engine, None = of its own.
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -44,32 +44,34 @@ class Requests:
     def __init__(
         self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache],
         pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
-        prefixes: int | None = 0, swap: int | None = None,
+        prefixes: int | None = 0, swap: int | None = None, bounds: Bounds | None = None,
     ) -> None:  # fmt: skip
         self.decoder, self.facts, self.make, self._most_places = decoder, facts, make, _embedded_positions(decoder)
         empty = self._new_cache()
         check_served(empty, facts, method)
         self.wants_entering, self.recurs = empty.wants_entering, empty.recurs
         paged, P, stored = paged_layers(empty), empty.pool_settings.page_size, stored_dtype(empty)
-        size = facts[paged[0].index].size if paged else 1
-        form = Format.of(stored, dtype) if paged else None
+        size = max(facts[layer.index].size for layer in paged or empty.own)
+        form = Format.of(stored, dtype)
         slots = keys_and_values(size, dtype, form)
+        page_nbytes = P * slot_nbytes(slots)
         if callable(pages):
-            pages = pages(P * slot_nbytes(slots) if paged else 0)
+            pages = pages(page_nbytes)
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
             raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
         self.pages = pages
-        settings = PoolSettings(P, pages, "error", stored)
+        settings = PoolSettings(P, pages if paged else 1, "error", stored)  # else they are windows' alone
         with torch.inference_mode(False):
             self.store = PageStore(slots, device, settings, memory, form)
         heads = [facts[layer.index].kv_heads for layer in paged]
-        self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
+        beside = pages_beside(empty, facts, dtype, page_nbytes)
+        self.bounds = bounds or Bounds(empty, heads, settings.page_size, page_nbytes, beside)
         self.whole = is_read_whole(empty) or not facts.reads_chunks
         self.last = last_part(empty) if facts.reads_chunks else None  # tokens of a prompt's last part, at least
         self.most = 1 << 60  # tokens of prompts that a pass has room for in any case; its scheduler says
         check_prefixes(prefixes, self.last is None)
         most = (0 if self.last is None else MOST) if prefixes is None else prefixes
-        self.prefixes = Prefixes(most, P, pages, device)
+        self.prefixes = Prefixes(most, P, self.store.pages, device)
         # whether a cache serves whoever goes on when its request has ended, and costs pages alone
         self._outlives = most > 0 and not self.whole and not self.recurs and len(paged) == len(empty.own)
         self._ended: dict[str, tuple[Offered, Sequence[int]]] = {}  # and all tokens of those who have
@@ -77,7 +79,7 @@ class Requests:
         follows_length = any(own.key_rotary.asks_host for own in facts.values())
         self.reading: dict[str, Reader] = {}
         # little is shared of what is chosen by all of a prompt, and who goes on may need what others would hold
-        self.swap = Swap(pages * self.store.page_nbytes() // SHARE if swap is None else swap, every=self.whole)
+        self.swap = Swap(pages * self.bounds.page_nbytes // SHARE if swap is None else swap, every=self.whole)
         self.prompts = Prompts(
             self.prefixes, self.reading, self.swap, self.bounds, pages, self.last or 0, self.whole, follows_length
         )
@@ -113,7 +115,8 @@ class Requests:
             self._gone, self._giving_up, self._ended, self._changed = set(), {}, {}, True
         if self._changed or not self._has_room():
             held = self.prefixes.held if len(self.prefixes) else None
-            self.free, self.kept = PagePool.learn(self.store, [pool for pool, _ in self._pools()], held)
+            free, kept = PagePool.learn(self.store, [pool for pool, _ in self._pools()], held)
+            self.free, self.kept = self._left_of(free), kept + self.bounds.beside * len(self.prefixes)
             self.used, self._changed = self.pages - self.free - self.kept, True
         for request in [name for name, reader in self.reading.items() if reader.seen == reader.prompt]:
             reader = self.reading.pop(request)
@@ -230,8 +233,9 @@ class Requests:
         theirs = {self.prompts.found(request) for request in requests}
         # what a pruned prompt began with is kept for its next turn, which others wait for
         users = [*self.reading, *self.decoding] if comes or not self.whole else self.reading
-        stay = [prefix for prefix in {*self.prefixes.used(users), *theirs} if prefix is not None]
-        if missing > self.kept - self.prefixes.alone(stay):
+        used = self.prefixes.used(users) if self.bounds.rows else []  # of windows nobody holds what was another's
+        stay = [prefix for prefix in {*used, *theirs} if prefix is not None]
+        if missing > self.kept - self.prefixes.alone(stay) - self.bounds.beside * len(stay):
             return False
         while (missing := pages + self.needed - self.free) > 0:
             if not self.prefixes.give_way(max(missing, self.pages // 32), stay):  # few at a time would take long
@@ -278,20 +282,20 @@ class Requests:
         return full + sum(int((pool.copies(known) & (np.array(pool.bounds) % P > 0)).sum()) for pool, known in pools)
 
     def part_pages(self, part: Part) -> int:
-        """Pages that a part takes at most, with those that its request comes back to."""
-        back = self.swap.pages(part.request)
-        return back + self.bounds.grown(self._cache_of(part.request), part.tokens, part.prompt)
+        """Pages that a part takes at most, with those that its request comes back to, and has beside."""
+        grown = self.bounds.grown(self._cache_of(part.request), part.tokens, part.prompt)
+        return grown + self._comes_with(part.request)
 
     def most_tokens(self, part: Part, pages: int) -> int:
         """How many of a part's tokens surely find their place in so many pages: all or none where prompts are read
         whole."""
-        pages -= self.swap.pages(part.request)
+        pages -= self._comes_with(part.request)
         fits = self.bounds.most_tokens(self._cache_of(part.request), part.tokens, part.prompt, pages)
         return fits if not self.whole or fits == part.tokens else 0
 
     def refusal(self, prompt: int) -> str | None:
         """Why a prompt of so many tokens can never be read; None where it may be."""
-        needed = self.bounds.expected(prompt)
+        needed = self.bounds.expected(prompt) + self.bounds.beside
         if prompt < 1:
             return "has no token in its prompt"
         if not self.bounds.learned and needed > self.pages:
@@ -342,8 +346,9 @@ class Requests:
         shared = np.array([bounds.expected(tokens) if (tokens := self.prompts.shared(name)) else 0 for name in slots])
         left = np.array([self._to_write(name) for name in slots])
         filled = np.array(list(slots.values()))
-        most = most_pages(lambda tokens: bounds.held(filled, tokens) - shared, left)
+        most = most_pages(lambda tokens: bounds.held(filled, tokens) + bounds.beside - shared, left)
         held = sum((-(-rows // bounds.P)).sum() for rows in here.values()) - shared[: len(here)].sum()
+        held += bounds.beside * self._begun
         margin = 0 if bounds.in_phase else MARGIN * self.pages
         if self.whole:
             margin += sum(bounds.whole(self.prompts.leaves(name)) for name in (*self.reading, *prompts))
@@ -364,8 +369,9 @@ class Requests:
 
     def pages_in_use(self) -> int:
         """Pages that requests hold; those that prefixes alone hold are not among them. Waits for the device."""
-        free = self.store.count_free()
-        return self.pages - free - int(((self.store.refs == self.prefixes.held) & (self.prefixes.held > 0)).sum())
+        free = self._left_of(self.store.count_free())
+        kept = int(((self.store.refs == self.prefixes.held) & (self.prefixes.held > 0)).sum())
+        return self.pages - free - kept - self.bounds.beside * len(self.prefixes)
 
     def held(self) -> dict[str, int]:
         """Pages of each request, as far as the host knows."""
@@ -448,6 +454,20 @@ class Requests:
 
     # ---- within ----
 
+    @property
+    def _begun(self) -> int:
+        """Requests that have what they keep beside pages."""
+        return len(self.decoding) + sum(reader.begun for reader in self.reading.values())
+
+    def _left_of(self, free: int) -> int:
+        """Pages that anybody may have, of the store's free ones: what lies beside them counts as taken."""
+        return free + self.pages - self.store.pages - self.bounds.beside * (self._begun + len(self.prefixes))
+
+    def _comes_with(self, request: str) -> int:
+        """Pages that a request takes besides those of its next tokens: it comes back to them, or has them beside."""
+        here = request in self.decoding or (request in self.reading and self.reading[request].begun)
+        return self.swap.pages(request) + (0 if here else self.bounds.beside)
+
     def _new_cache(self) -> CompressedCache:
         cache = self.make()
         cache.adopt(self.decoder, self.facts)
@@ -490,12 +510,13 @@ class Requests:
         assert self._running is not None
         pools = self._pools_of(self._running)
         most = WAITING_STEPS if waiting else self.store.settings.page_size
+        spare += self.store.free_at_least - self._left_of(self.store.free_at_least)
         if pools and not PagePool.set_aside(self.store, pools, spare, most):
             raise RuntimeError(
                 f"pages = {self.pages} are too few for the coming tokens of {len(self.decoding)} requests: some must "
                 "leave first"
             )
-        self.free = self.store.free_at_least
+        self.free = self._left_of(self.store.free_at_least)
 
 
 def _embedded_positions(decoder: Any) -> int | None:

@@ -17,7 +17,7 @@ def emptied(served):
     requests = served.engine.requests
     assert requests.pages_in_use() == 0 and served.scheduler.kv_cache_manager.usage == 0
     served.llm.reset_prefix_cache()
-    assert requests.store.count_free() == requests.pages
+    assert requests.store.count_free() == requests.store.pages
     assert len(requests.prefixes) == len(requests.prompts.offered) == 0
 
 
@@ -200,10 +200,11 @@ def test_the_longest_request_finds_all_memory_though_prefixes_hold_it(serve, fol
 def test_windows_of_prefixes_are_counted_as_blocks(serve, folders, prompts):
     cache = "streaming,window_size=60"
     served, given = serve(folders["plain"], cache, blocks=17), alike(prompts)
-    prefixes, window = served.engine.requests.prefixes, served.engine.window
-    assert (window, prefixes.most) == (64, 3)
+    prefixes, bounds = served.engine.requests.prefixes, served.engine.bounds
+    heads = served.engine.heads
+    assert bounds.beside == 2 * heads and served.engine.requests.pages == 16 * heads
     wanted = alone(example(cache), cache, given, 9)
-    assert [served.generate(given, 9)[0] for _ in range(2)] == [wanted] * 2 and 0 < len(prefixes) <= 3
+    assert [served.generate(given, 9)[0] for _ in range(2)] == [wanted] * 2 and 0 < len(prefixes) <= 8
     assert served.engine.requests.prompts.hits > 0
     emptied(served)
 

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from ...caches.formats import Format, keys_and_values, slot_nbytes
 from ...caches.pruned import PrunedCache
-from ...caches.streaming import StreamingCache
 from ...hf.config import cache_layers, decoder_config, recurs
 from ...hf.hollow import facts_from
 from ...hf.method import restored_method
 from ...ops.softmax import Softmax
 from ..admission import Answer
-from ..bounds import LEAST, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
+from ..bounds import LEAST, Bounds, is_read_whole, last_part, paged_layers, pages_beside, stored_dtype
 from ..prefixes import check_prefixes
 from ..requests import Requests
 from ..served import cache_maker, check_served
@@ -107,7 +106,8 @@ class Engine:
         size = max(self.facts[layer.index].size for layer in paged or empty.own)
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(size, dtype, form))
         heads = [self.facts[layer.index].kv_heads for layer in paged]
-        self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
+        beside = pages_beside(empty, self.facts, dtype, self.page_nbytes)
+        self.bounds = Bounds(empty, heads, block_size, self.page_nbytes, beside)
         if settings.ratio is not None:
             if not self.bounds.learned:
                 raise ValueError(
@@ -115,9 +115,8 @@ class Engine:
                 )
             self.bounds.share = np.full(self.bounds.rows, 1 / settings.ratio)
         self.heads = sum(facts.kv_heads for facts in self.facts.values() if facts.reads is None)
-        self.window = 0  # slots of a request that lies beside pages, in blocks that stand for them
-        if isinstance(empty, StreamingCache):
-            self.window = empty.window_size + empty.num_sink_tokens
+        # of layers whose tokens are counted; blocks stand for the others', which see a window, too
+        self.counted = self.bounds.rows or sum(self.facts[layer.index].kv_heads for layer in empty.compressing)
         self.served: Requests | None = None
         self.known: Mapping[str, Any] = {}
         self.failed: dict[str, str] = {}
@@ -131,20 +130,16 @@ class Engine:
         self._granted: dict[str, int] = {}  # pages of this step's parts of prompts
         self._held: dict[str, int] = {}
         self._stock = -1
-        self._windows: dict[str, int] = {}  # blocks that stand for a request's window
         self._pass: ServedPass | None = None
 
     def open(self, memory: Tensor, blocks: int) -> None:
         """memory: uint8 [n], the whole KV cache. blocks: how many vLLM makes of it; one of them it never gives out."""
-        pages = max(self.bounds.rows * (blocks - 1), 1)  # what blocks stand for else is never written to
+        pages = self.counted * (blocks - 1)  # what blocks stand for else is never written to
         self.served = Requests(
             self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory,
-            *((0, 0) if self.recurs else (self.settings.prefixes, self.settings.swap_nbytes)),
+            *((0, 0) if self.recurs else (self.settings.prefixes, self.settings.swap_nbytes)), self.bounds,
         )  # fmt: skip
-        self.served.bounds, self.served.answer_of = self.bounds, self._answer
-        if self.window:  # prefixes are windows, too: half of them, and a request's are left in any case
-            prefixes, most = self.served.prefixes, self.fit(blocks - 1, 1)
-            prefixes.most = max(min(prefixes.most, (most - 1) // 2), 0)
+        self.served.answer_of = self._answer
 
     @property
     def requests(self) -> Requests:
@@ -245,25 +240,6 @@ class Engine:
             return tokens
         return self._part(name, tokens).tokens
 
-    def prefix_blocks(self, name: str, free: int) -> int:
-        """Blocks that prefixes are counted as beside one more request; they give way where no more than these are
-        free."""
-        if not self.window:
-            return 0
-        prefixes, own = self.requests.prefixes, self.requests.prompts.found(name)
-        requests = len(self._windows) + 1
-
-        def blocks() -> int:
-            return self._window_blocks(requests + len(prefixes)) - self._window_blocks(requests)
-
-        while blocks() > free and prefixes.drop_oldest([own]):
-            pass
-        return blocks()
-
-    def _window_blocks(self, windows: int) -> int:
-        """Of so many windows together: each alone would not fill its last one."""
-        return -(-windows * self.window // self.block_size)
-
     def grant(self, name: str, tokens: int) -> None:
         """The request may read up to its first `tokens` tokens in this step: their pages are its own."""
         served = self.requests
@@ -274,14 +250,8 @@ class Engine:
         if name not in served.decoding:
             self._granted[name] = served.part_pages(self._part(name, tokens - served.prompts.seen(name)))
 
-    def first_blocks(self) -> int:
-        """vLLM's blocks of the next request that is let in."""
-        return max(self._window_blocks(len(self._windows) + 1) - sum(self._windows.values()), 1)
-
     def blocks_of(self, name: str) -> int:
         """vLLM's blocks that a request's pages make, of those that were counted last."""
-        if self.window:
-            return self._windows[name]
         served = self.requests
         if self._stock != served.store.stock:
             self._held, self._stock = served.held(), served.store.stock
@@ -290,24 +260,23 @@ class Engine:
             own -= self._forked.get(name, 0)
         elif name in served.reading:  # what waits to be pruned
             own = min(own, self.bounds.expected(served.reading[name].prompt))
-        return max(own // max(self.bounds.rows, 1), 1)
+        return max((own + self.bounds.beside) // self.counted, 1)
 
     def blocks_for(self, tokens: int) -> int:
         """Those of a prompt of so many tokens, as far as is known before it is read."""
-        pages = self.bounds.expected(tokens)
-        return max(self._window_blocks(1), -(-pages // max(self.bounds.rows, 1)), 1)
+        return max(-(-self._pages_of(tokens) // self.counted), 1)
 
     def fit(self, blocks: int, tokens: int) -> int:
         """How many such prompts fit at once in so many blocks."""
-        if self.window:
-            return min(blocks, blocks * self.block_size // self.window)
-        return blocks // self.blocks_for(tokens)
+        return min(blocks * self.counted // max(self._pages_of(tokens), 1), blocks)
 
-    def named(self, name: str, blocks: Sequence[int]) -> None:
-        """A request is known by the first of its blocks from now on. blocks: those that it begins with."""
-        self._names[blocks[0]] = name
-        if self.window:
-            self._windows[name] = len(blocks)
+    def _pages_of(self, tokens: int) -> int:
+        """Of such a prompt, with those that stand for what lies beside."""
+        return self.bounds.expected(tokens) + self.bounds.beside
+
+    def named(self, name: str, block: int) -> None:
+        """A request is known by its first block from now on."""
+        self._names[block] = name
         if self.states is not None:
             self.states.take(name)
 
@@ -330,7 +299,6 @@ class Engine:
         self._held.pop(name, None)
         self._forked.pop(name, None)
         self._granted.pop(name, None)
-        self._windows.pop(name, None)
         if block is not None:
             self._names.pop(block, None)
         if self.states is not None:

@@ -97,6 +97,7 @@ class Compressed:
             )
         if recurrent:
             engine.states = States(recurrent, vllm_config)
+            engine.bounds.beside += -(-engine.states.nbytes // engine.page_nbytes)
             self.register_forward_pre_hook(_tell)  # type: ignore[attr-defined]
         ENGINES[vllm_config.instance_id] = engine
 

@@ -41,16 +41,13 @@ class CompressedManager(FullAttentionManager):
             return 0  # it asks again, with the tokens that come first
         if not self.engine.has_room(request_id, total_computed_tokens, num_tokens):
             return int(self.block_pool.get_num_free_blocks()) + 1
-        missing = self._missing(request_id)
-        if not self.req_to_blocks.get(request_id):
-            missing += self.engine.prefix_blocks(request_id, int(self.block_pool.get_num_free_blocks()) - missing)
-        return missing
+        return self._missing(request_id)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         held = self.req_to_blocks[request_id]
         new = self.block_pool.get_new_blocks(self._missing(request_id))
         if not held:
-            self.engine.named(request_id, [block.block_id for block in new])
+            self.engine.named(request_id, new[0].block_id)
         self.engine.grant(request_id, num_tokens)
         held.extend(new)
         return list(new)
@@ -63,7 +60,7 @@ class CompressedManager(FullAttentionManager):
     def _missing(self, request_id: str) -> int:
         held = len(self.req_to_blocks.get(request_id, ()))
         if not held:
-            return self.engine.first_blocks()
+            return 1
         return max(min(self.engine.blocks_of(request_id) - held, self.block_pool.get_num_free_blocks()), 0)
 
 

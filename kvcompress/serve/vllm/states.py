@@ -29,24 +29,24 @@ class _Groups:
 class States:
     """vLLM knows of no cache of these layers: their states are here, and what they ask in a step is told by `told`.
 
-    layers: by their names. A request that begins has no state yet: whatever lies in its place is nobody's. Place 0 is
-    for rows that are no request's.
+    layers: by their names. nbytes: of a request's states, which count as pages. A request that begins has no state yet:
+    whatever lies in its place is nobody's. Place 0 is for rows that are no request's.
     """
 
     def __init__(self, layers: Mapping[str, MambaBase], vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._kinds: dict[tuple[Any, MambaSpec], list[str]] = {}
         self._builders: list[tuple[AttentionMetadataBuilder[Any], list[str]]] = []
-        most, nbytes = vllm_config.scheduler_config.max_num_seqs, 0
+        most, self.nbytes = vllm_config.scheduler_config.max_num_seqs, 0
         for name, layer in layers.items():
             spec = layer.get_kv_cache_spec(vllm_config)
             assert isinstance(spec, MambaSpec)
             self._kinds.setdefault((layer.get_attn_backend(), spec), []).append(name)
             layer.bind_kv_cache(torch.empty(most + 1, 1, 1, spec.page_size_bytes, dtype=torch.int8))
             layer.get_kv_cache_spec = _no_spec
-            nbytes += spec.page_size_bytes
+            self.nbytes += spec.page_size_bytes
         self._free, self._places = list(range(most, 0, -1)), dict[str, int]()
-        logger.info("Recurrent states: %s for each of at most %d requests, beside the KV cache", size(nbytes), most)
+        logger.info("Recurrent states: %s of the KV cache for each request", size(self.nbytes))
 
     def open(self, device: torch.device) -> None:
         """Before the first step."""

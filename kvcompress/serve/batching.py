@@ -391,11 +391,11 @@ def batching(
     each prompt alone with this cache. memory: of all pages, bytes or a text such as "8GiB"; or pages: how many they
     are, of all requests, layers and KV heads together; neither: half of what is free on the model's device. A page
     holds page_size keys and values of one KV head, a power of two; windows of streaming, DMS and gates count as pages.
-    requests: most at once; what else each keeps (the newest entry of DMC, recurrent states) comes on top. batch_tokens: of a pass;
-    longer prompts are read in parts, but those of a pruned cache, or of recurrent layers that begin anew in every call
-    of several tokens, which must fit. prefixes: most that are kept of prompts that begin alike, so as not to be read
-    again, each with what a request keeps beside pages; 0 = none, None = 16, but none where prompts must fit; the one
-    that was asked for longest ago goes first, also where pages run out.
+    requests: most at once; what else each keeps (the newest entry of DMC, recurrent states) comes on top. batch_tokens:
+    of a pass; longer prompts are read in parts, but those of a pruned cache, or of recurrent layers that begin anew in
+    every call of several tokens, which must fit. prefixes: most that are kept of prompts that begin alike, so as not to
+    be read again, each with what a request keeps beside pages; 0 = none, None = 16, but none where prompts must fit;
+    the one that was asked for longest ago goes first, also where pages run out.
     swap: bytes of the host's memory, as memory says them, for what requests hold that give their pages up; None = an
     eighth of the pages', 0 = they are read again.
     Without max_new_tokens an answer is as long as that of model.generate (20 tokens, where no config says otherwise).

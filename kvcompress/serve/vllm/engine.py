@@ -116,7 +116,8 @@ class Engine:
             self.bounds.share = np.full(self.bounds.rows, 1 / settings.ratio)
         self.heads = sum(facts.kv_heads for facts in self.facts.values() if facts.reads is None)
         # of layers whose tokens are counted; blocks stand for the others', which see a window, too
-        self.counted = self.bounds.rows or sum(self.facts[layer.index].kv_heads for layer in empty.compressing)
+        counted = sum(self.facts[layer.index].kv_heads for layer in empty.compressing)
+        self.counted = self.bounds.rows or counted or self.heads
         self.served: Requests | None = None
         self.known: Mapping[str, Any] = {}
         self.failed: dict[str, str] = {}

@@ -27,7 +27,7 @@ else:
         public = import_module(".public", __name__)
         globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
         if name not in globals():
-            raise import_module(".homes", __name__).missing(__name__, name)
+            raise import_module(".support.homes", __name__).missing(__name__, name)
         return globals()[name]
 
     def __dir__() -> list[str]:

@@ -94,7 +94,7 @@ def test_a_dense_cache_holds_more_than_a_memory():
         (("fit", "dms", "--out", "x", "--target_cr", "2"), "--target_cr is --target-ratio now"),
         (("recommend", "--text", __file__, "--keep", "foo"), "keep must be a share of the dense cache's bytes"),
         (("chat", "--cache", "dense"), "must be a compressed one"),
-        (("generate", "x", "--cache", "pruned,budget=0.75"), "how many stay is keep=0.25"),
+        (("generate", "x", "--cache", "pruned,budget=0.75"), "(0.75 was the share to remove)"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, named):

@@ -67,11 +67,13 @@ CACHES_5 = {
 
 
 def rewrite(path, change):
-    """The file at a path, with change(saved) in its header."""
+    """The file at a path, with change(saved) in its header, and classes where they once stood."""
     with safe_open(path, "pt") as file:
         saved = json.loads(file.metadata()["kvcompress"])
     change(saved)
     text = json.dumps(saved)
+    for here, once in (("support.units:", "units:"), ("ops.softmax:", "softmax:")):
+        text = text.replace(f"kvcompress.{here}", f"kvcompress.{once}")
     save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
 
 
@@ -141,6 +143,18 @@ def test_a_file_of_version_5_goes_on_as_it_was(name, tmp_path):
     new = random_ids(1, batch=3, seed=4)
     assert torch.equal(*(logits_of(model, new, one) for one in (cache, loaded)))
     assert loaded.stored_lengths() == cache.stored_lengths()
+
+
+def test_a_file_goes_on_whose_classes_stood_elsewhere(tmp_path):
+    model, path = attached(), tmp_path / "cache.safetensors"
+    cache = PrunedCache(model.config, SNAP, keep=20, every=4, page_size=4)
+    prefill(model, random_ids(60, seed=3), cache)
+    cache.save(path, model)
+    before = path.read_bytes()
+    rewrite(path, lambda saved: None)
+    assert b"kvcompress.units:Keep" in path.read_bytes() != before
+    loaded, new = load_cache(path, model), random_ids(1, seed=4)
+    assert torch.equal(*(logits_of(model, new, one) for one in (cache, loaded)))
 
 
 def goes_on(model, new_cache, ids, tmp_path, *sizes):

@@ -18,6 +18,7 @@ from .pool import PagePool
 from .store import PageStore, Rows
 from .track import LayerReading
 
+_MOVED = {"kvcompress.units": "kvcompress.support.units", "kvcompress.softmax": "kvcompress.ops.softmax"}  # modules
 _THEIRS = {f"{x.__module__}:{x.__qualname__}": x for x in (*EMPTY, LinearAttentionLayer)}
 _LEAVES = (bool, int, float, str, Tensor, torch.dtype, torch.device, PagePool, PageStore)
 _ON_HOST = (Origins, LayerReading, Places)  # whose tensors are on the host, wherever the model is
@@ -188,6 +189,7 @@ class Decoder:
         if name in self._known:
             return self._known[name]
         module, _, qualified = name.partition(":")
+        module = _MOVED.get(module, module)
         if module.split(".")[0] != "kvcompress" or "<" in name or "." in qualified:
             raise UnknownClass(name)
         found = vars(importlib.import_module(module)).get(qualified)

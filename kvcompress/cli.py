@@ -83,8 +83,8 @@ def _named(command: Command) -> Command:
                     raise
                 if error.filename is not None:
                     name = next((x for x in given if str(given[x]) == str(error.filename)), name)
-            # what stands in another option's text, as in --cache quantized,dtype=int8, is that one's
-            name = next((x for x in given if isinstance(given[x], str) and f"{name}=" in given[x]), name)
+            if name and f"{name}=" in str(given.get("cache")):  # as in --cache quantized,dtype=int8
+                name = "cache"
             option = options.get(name) or OPTIONS.get(name)
             raise typer.BadParameter(str(error), param_hint=option) from None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..caches.base import CompressedCache
 from ..caches.formats import Format, keys_and_values, slot_nbytes
@@ -46,7 +46,7 @@ class Requests:
         pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
         prefixes: int | None = 0, swap: int | None = None, bounds: Bounds | None = None,
     ) -> None:  # fmt: skip
-        self.decoder, self.facts, self.make, self._most_places = decoder, facts, make, _embedded_positions(decoder)
+        self.decoder, self.facts, self.make = decoder, facts, make
         empty = self._new_cache()
         check_served(empty, facts, method)
         self.wants_entering, self.recurs = empty.wants_entering, empty.recurs
@@ -311,19 +311,6 @@ class Requests:
                 )
         return None
 
-    def unknown(self, tokens: Sequence[int], more: int) -> str | None:
-        """Why the model has no place for a request of these tokens, and `more` that follow; None where it has."""
-        words = getattr(self.decoder.get_input_embeddings(), "num_embeddings", None)
-        if words is not None and tokens and not 0 <= min(tokens) <= max(tokens) < words:
-            wrong = next(token for token in tokens if not 0 <= token < words)
-            return f"has the token {wrong} in its prompt, but the model knows 0 to {words - 1}"
-        if self._most_places is not None and len(tokens) + more - 1 > self._most_places:
-            return (
-                f"may have {len(tokens) + more} tokens, its prompt's {len(tokens)} included, but the model has "
-                f"embeddings for {self._most_places} positions: give less of max_new_tokens"
-            )
-        return None
-
     def coming_pages(self, prompts: Mapping[str, int]) -> int:
         """Pages that all requests take at once until they end, if these come in, beside those that are held, claimed
         or needed for the next tokens: the one admission policy. prompts: the tokens of each one's prompt."""
@@ -517,12 +504,3 @@ class Requests:
                 "leave first"
             )
         self.free = self._left_of(self.store.free_at_least)
-
-
-def _embedded_positions(decoder: Any) -> int | None:
-    """Positions that a decoder has embeddings for (GPT-2, OPT), None where it has none: others may be any."""
-    most, words = getattr(decoder.config, "max_position_embeddings", None), decoder.get_input_embeddings()
-    if most is None or words is None:
-        return None
-    sizes = [x.num_embeddings for x in decoder.modules() if isinstance(x, nn.Embedding) and x is not words]
-    return most if any(0 <= size - most <= 2 for size in sizes) else None

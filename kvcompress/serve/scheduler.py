@@ -13,6 +13,7 @@ from .admission import Answer
 from .bounds import LEAST, most_whole
 from .order import LOOKED_AT
 from .requests import Requests
+from .served import Known
 from .served_pass import Part
 
 
@@ -31,6 +32,7 @@ class PageScheduler(Scheduler):
         forget: Callable[[str], object],
     ) -> None:  # fmt: skip
         self.served, self.fail, self.forget = served, fail, forget
+        self.known = Known(served.decoder)
         self.preempted, self.peak, self.peak_pages = 0, 0, 0
         self.taken = 0  # pages of this pass's parts so far
         super().__init__(cache, 0.0, requests)
@@ -137,7 +139,7 @@ class PageScheduler(Scheduler):
         """That of a waiting request; None where it must wait, or has failed."""
         served, prompt = self.served, self._prompt(state)
         reason = served.refusal(_given(state) if served.whole else prompt)
-        if (why := served.unknown(state.initial_tokens, state._new_tokens_limit)) is not None:
+        if (why := self.known.refusal(state.initial_tokens, state._new_tokens_limit)) is not None:
             reason = why
         if state._new_tokens_limit < 1:
             reason = f"may write nothing behind its prompt of {prompt} tokens: max_new_tokens must be at least 1"

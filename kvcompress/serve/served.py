@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from ..caches.base import CompressedCache
@@ -81,3 +82,26 @@ def spec_of(cache: str | CacheSpec | None, config: Any) -> CacheSpec:
             f"got {type(cache).__name__}"
         )
     return CacheSpec.parse(cache or CacheSpec.kind_of(config) or DENSE)
+
+
+class Known:
+    """What a decoder has embeddings for. words: of tokens; places: of positions (GPT-2, OPT), None = any may come."""
+
+    def __init__(self, decoder: Any) -> None:
+        words, most = decoder.get_input_embeddings(), getattr(decoder.config, "max_position_embeddings", None)
+        self.words = getattr(words, "num_embeddings", None)
+        others = [x.num_embeddings for x in decoder.modules() if isinstance(x, nn.Embedding) and x is not words]
+        self.places = most if most is not None and any(0 <= size - most <= 2 for size in others) else None
+
+    def refusal(self, tokens: Sequence[int], more: int) -> str | None:
+        """Why a request of these tokens, and `more` that follow, has none; None where it has."""
+        words = self.words
+        wrong = None if words is None else next((token for token in tokens if not 0 <= token < words), None)
+        if wrong is not None and words is not None:
+            return f"has the token {wrong} in its prompt, but the model knows 0 to {words - 1}"
+        if self.places is not None and len(tokens) + more - 1 > self.places:
+            return (
+                f"may have {len(tokens) + more} tokens, its prompt's {len(tokens)} included, but the model has "
+                f"embeddings for {self.places} positions: give less of max_new_tokens"
+            )
+        return None

@@ -7,8 +7,7 @@ import pytest
 import torch
 from helpers import attached, forward, left_padded, random_ids
 from published_gates import hidden_gates_folder
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from tape import Tape, recorder
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
@@ -19,45 +18,8 @@ from kvcompress.caches.base import CompressedCache
 from kvcompress.hf.attach import base_model
 from kvcompress.pruners import Replay, SnapKV
 
-ASKS = tuple(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero"))
-
-
-class Tape(TorchDispatchMode):
-    """Operations and the tensors that they were given and gave; played, each is done again with the same tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in ASKS:
-            raise AssertionError("the host asked the device for a number")
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
-
-    def play(self) -> None:
-        for func, args, kwargs, out in self.calls:
-            given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
-                if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in given:
-                    old.copy_(new)
-
-
-def record(run, device):
-    """As graphs.record: the operations are undone, what they changed with them; the host has counted the step."""
-    tape = Tape()
-    changed = [x for layer in CACHE[0].own for x in layer.held_tensors(CACHE[0].facts[layer.index])]
-    before = [x.clone() for x in changed]
-    with tape:
-        out = run()
-    for x, old in zip(changed, before, strict=True):
-        x.copy_(old)
-    return tape.play, out
-
-
 CACHE: list[CompressedCache] = []
+record = recorder(lambda: [x for layer in CACHE[0].own for x in layer.held_tensors(CACHE[0].facts[layer.index])])
 
 
 @pytest.fixture
@@ -192,7 +154,7 @@ def test_a_step_behind_an_image_turns_by_its_places(recorded, prompt):
 
 def test_what_the_cache_replaces_is_freed(monkeypatch):
     """A graph knows addresses and keeps no tensor, as this stand-in does."""
-    monkeypatch.setattr(graphs, "record", lambda run, device: (lambda: None, run()))
+    monkeypatch.setattr(graphs, "record", lambda run, device, pool=None: (lambda: None, run()))
     model = attached()
     cache = PrunedCache(model.config, SnapKV(), keep=15, page_size=4)
     kvcompress.prefill(model, random_ids(30), cache)

@@ -12,8 +12,14 @@ import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from benchmarks.quality.parts.families_images import even_prompts, one_prompt
 from kvcompress import CacheSpec, pod, prefill
-from kvcompress.hf.attach import base_model
+from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.method import method_of
+from kvcompress.hf.now import coming
 from kvcompress.pod import PoDConfig
+from kvcompress.serve.recorded import Recordings
+from kvcompress.serve.requests import Requests
+from kvcompress.serve.served import cache_maker
+from kvcompress.serve.served_pass import Part
 
 SPECS = {
     "dense": "pruned,pruner=snapkv,keep=1.0",
@@ -137,6 +143,57 @@ def test_images_stand_on_the_device_where_they_stand_on_the_host(name, prompt):
     torch.testing.assert_close(found, expected)
     if prompt is one_prompt:  # else several ops make their tensors
         assert sum(not names for names in waits) >= NEW - 2, waits
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"), [("dense", "dense"), ("dense", SPECS["snapkv"] + ",dtype=k8v4"), ("dmc", "dmc")]
+)
+def test_requests_that_decode_together_do_not_wait(models, name, cache):
+    """Passes that a GPU may record: their rows have places of their own, and padding beside them."""
+
+    def decoded(device):
+        model, waits, logits = models[device, name], [], []
+        requests = served_requests(model, cache, torch.device(device))
+        recordings = Recordings(requests.slots, torch.device(device), lambda size: run(size))
+
+        def run(size):
+            given = {"past_key_values": requests.slots.caches[size], "use_cache": True}
+            current.turn = -1
+            with coming(current):
+                return model(ids[:size], position_ids=places[:size], **given).logits[:, -1]
+
+        recordings._padded = lambda size: (requests.slots.settle_padding(), run(size))[1]
+        lengths = (30, 17, 45)
+        current = requests.begin([Part(str(length), length, length, length) for length in lengths])
+        with coming(current), torch.inference_mode():
+            places = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+            model(random_ids(sum(lengths)).to(device), position_ids=places, use_cache=False)
+        requests.end()
+        for t in range(NEW):
+            ids = random_ids(4, seed=t).view(4, 1).to(device)
+            places = torch.tensor([[30 + t], [17 + t], [45 + t], [0]], device=device)
+            pretended_cuda.waits.clear()
+            requests.settle()
+            current = requests.begin([])
+            recordings._warm.clear()  # op by op: this is no graph
+            with torch.inference_mode():
+                logits.append(recordings.step(current)[:3])
+            requests.end()
+            waits.append(list(pretended_cuda.waits))
+        return torch.stack([x.cpu() for x in logits]), waits
+
+    expected, _ = decoded("cpu")
+    with PretendedCuda():
+        found, waits = decoded("cuda")
+    torch.testing.assert_close(found, expected)
+    assert sum(not names for names in waits) >= NEW - 2, waits  # the others take pages
+
+
+def served_requests(model, cache, device):
+    decoder = base_model(model)
+    facts, spec = facts_of(decoder), CacheSpec.parse(cache)
+    make = cache_maker(spec, model.config, 16)
+    return Requests(decoder, facts, method_of(decoder), make, 400, torch.float32, device, recorded=[2, 4])
 
 
 def test_what_a_gpu_would_refuse_or_wait_for_is_seen():

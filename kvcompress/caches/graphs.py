@@ -15,14 +15,21 @@ from .base import CompressedCache
 WARM = 2  # steps that run before one is recorded: libraries take their workspaces then
 
 
-def record(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+def record(run: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Callable[[], None], Any]:
     """What does again on the device what run() does there, and run's results, into which it goes. Nothing is done
-    yet."""
+    yet. pool: memory that recordings share which are never done at once (torch.cuda.graph_pool_handle)."""
     with torch.cuda.device(device):  # PyTorch's own stream for recording is one of the device that was first
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             results = run()
     return graph.replay, results
+
+
+def check_records(name: str, device: torch.device) -> None:
+    """Raises ValueError for a device that records nothing. name: what is on it."""
+    if record is _RECORD and device.type != "cuda":
+        raise ValueError(f"{name} must be on a CUDA device, got {device}")
 
 
 class StepGraph:
@@ -49,8 +56,7 @@ class StepGraph:
             raise ValueError("cache must hold a prompt: use kvcompress.prefill(model, ids, cache) first")
         cache.facts.check_alone("StepGraph")
         device = next(model.parameters()).device
-        if record is _RECORD and device.type != "cuda":
-            raise ValueError(f"model must be on a CUDA device, got {device}")
+        check_records("model", device)
         cache.check_repeats()
         for facts in cache.facts.values():
             if facts.query_rotary.asks_host:

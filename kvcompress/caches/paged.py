@@ -249,6 +249,24 @@ class PagedLayer(RepeatingLayer):
         held = (*self.opened.held_tensors(), *((self.shift,) if turn is None else (turn.shift, *turn.tables)))
         return tuple(x for x in held if x is not None)
 
+    def step_rows(self) -> dict[str, Tensor] | None:
+        """What a step reads and writes of each row, or sequence, by name; the rest is of no batch (pages, rotation).
+        None where a step has more that belongs to its batch."""
+        pool, shift = self.opened, self.shift
+        shift = torch.zeros_like(pool.lengths) if shift is None else shift
+        return {"block_table": pool.block_table, "lengths": pool.lengths, "shift": shift}
+
+    def place_rows(self, rows: dict[str, Tensor], *, borrowed: int | None = None) -> None:
+        """That lies in these tensors from now on, as step_rows gave it. borrowed: it is another layer's over the same
+        store, and this one, which holds nothing, takes steps in its place, of tokens that stand at most there."""
+        pool = self.opened
+        if borrowed is None:
+            pool.place(rows["block_table"], rows["lengths"])
+        else:
+            pool.borrow(rows["block_table"], rows["lengths"], borrowed, self.steps_known)
+            self.next = [borrowed] * len(self.next)
+        self._shifted, self._joined = (pool.origins.later, rows["shift"]), None
+
     # ---- what stays ----
 
     def keep(self, choice: Choice, anew: Sequence[Tensor] | None = None) -> None:

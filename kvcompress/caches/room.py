@@ -134,6 +134,19 @@ class Room:
         """What a step reads and writes."""
         return *self.store.arrays.values(), *self._table()
 
+    @locked
+    def place(self, block_table: Tensor, lengths: Tensor) -> None:
+        """The rows' lines lie in these tensors from now on, which hold what they held."""
+        self._rows.block_table, self._rows.lengths = block_table, lengths
+
+    @locked
+    def borrow(self, block_table: Tensor, lengths: Tensor, bound: int, known: bool) -> None:
+        """The rows are lines of another pool over the same store, which counts their pages: this one, whose own are
+        empty, takes steps in its place. bound: most slots of one. known: as step takes it."""
+        self._rows = Rows(block_table, lengths)  # of which the store knows nothing
+        self.bounds, self._shares, self.exact = [bound] * len(lengths), False, False
+        self._room, self._room_stock, self._room_known = 1 << 30, self.store.stock, known
+
     def _make_room(self, known: bool) -> None:
         store, R, steps = self.store, len(self._bounds), self.page_size
         _, beside = self.unclaim()

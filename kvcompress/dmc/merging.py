@@ -136,6 +136,14 @@ class DMCLayer(DecidingLayer):
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
         return *super().held_tensors(facts), self.places, *self.state()
 
+    def step_rows(self) -> dict[str, Tensor] | None:
+        rows = super().step_rows()
+        return None if rows is None else rows | {"places": self.places} | self.tail._asdict()
+
+    def place_rows(self, rows: dict[str, Tensor], *, borrowed: int | None = None) -> None:
+        super().place_rows(rows, borrowed=borrowed)
+        self.places, self.tail = rows["places"], ops.Tail(*(rows[name] for name in ops.Tail._fields))
+
     # ---- state ----
 
     def kept_of(self, alpha: Tensor) -> Tensor:

@@ -15,8 +15,10 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import RequestState
 
+from ..caches.graphs import check_records
 from ..caches.spec import CacheSpec
 from ..caches.store import PoolSettings
+from ..hf.argument import CACHE
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
 from ..hf.method import method_of
@@ -25,9 +27,12 @@ from ..support.checks import MOST_INT32, need_integer, renamed
 from ..support.units import Tokens, tokens_of
 from .apart import Apart
 from .memory import check_free, free_nbytes, memory_nbytes, swap_nbytes
+from .recorded import Recordings
 from .requests import Requests
 from .scheduler import PageScheduler
 from .served import cache_maker, spec_of
+from .served_pass import ServedPass
+from .slots import Slots, sizes_to_record
 
 _ATTRIBUTE, _CACHED = "init_continuous_batching", "_cached_continuous_batching_manager"  # of a model
 NAN = "the model's logits hold NaN: a layer's weights or inputs do, or overflowed"
@@ -83,6 +88,35 @@ class _Runner(ModelRunner):
         super()._sample(scores, output_ids)
 
 
+class _Recorded:
+    """In a model's place, for passes in which all requests decode (`current`): one token of each, a batch [n, 1]."""
+
+    current: ServedPass
+
+    def __init__(self, model: Any, slots: Slots, device: torch.device) -> None:
+        self.model, self.slots = model, slots
+        self.tokens = torch.zeros(2, slots.sizes[-1], 1, dtype=torch.long, device=device)  # ids and positions
+        self.recordings = Recordings(slots, device, self._run)
+
+    def _supports_logits_to_keep(self) -> bool:
+        """As transformers asks a model: logits are those of the tokens that it wants."""
+        return True
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **other: Any) -> Any:
+        """input_ids, position_ids: [1, n]. logits_to_keep: int [m]. Returns what has logits, [1, m, V]."""
+        n = input_ids.shape[1]
+        self.tokens[0, :n], self.tokens[1, :n] = input_ids.T, position_ids.T
+        self.current.turn = -1
+        return SimpleNamespace(logits=self.recordings.step(self.current)[None, logits_to_keep])
+
+    def _run(self, size: int) -> Tensor:
+        """Logits [size, V]."""
+        ids, places = self.tokens[:, :size]
+        cache = self.slots.caches[size]  # which says that no token came before: a mask would cost the host
+        logits: Tensor = self.model(input_ids=ids, position_ids=places, use_cache=True, **{CACHE: cache}).logits
+        return logits[:, -1]
+
+
 class _Processor(ContinuousBatchProcessor):
     """One pass after another, as transformers has it, each a ServedPass."""
 
@@ -97,6 +131,7 @@ class _Processor(ContinuousBatchProcessor):
             logit_processor=self.logit_processor, cb_config=self.cb_config, cache=self.cache,
             inputs_and_outputs=self.inputs_and_outputs, do_sample=self.do_sample, return_logprobs=self.return_logprobs,
         )  # fmt: skip
+        self.recorded: _Recorded | None = None
         self.failed: dict[str, str] = {}
         self.new_tokens: deque[tuple[float, int]] = deque()  # when, and how many
         self.begun: float | None = None  # when the first pass did
@@ -115,7 +150,7 @@ class _Processor(ContinuousBatchProcessor):
         names = ("input_ids", "position_ids", "logits_indices", "logits_processor_args")
         inputs = {name: given[name] for name in names} | {"use_cache": False}
         with coming(current):
-            self.model_runner.compute_batch(Apart(model, served, current) if served.recurs else model, inputs)
+            self.model_runner.compute_batch(self._runs(model, current), inputs)
         self.inputs_and_outputs.retrieve_device_outputs()
         served.end()
         self.failed = dict(current.failed)
@@ -126,6 +161,18 @@ class _Processor(ContinuousBatchProcessor):
                 name = future.state.request_id
                 self.failed.setdefault(name, f"request {name} cannot go on: {NAN}")
         self._count(len(asked))
+
+    def _runs(self, model: nn.Module, current: ServedPass) -> Any:
+        """What runs a pass of the model."""
+        served = self.served
+        if served.recurs:
+            return Apart(model, served, current)
+        if served.slots is None or current.size is None:
+            return model
+        if self.recorded is None:
+            self.recorded = _Recorded(model, served.slots, served.store.refs.device)
+        self.recorded.current = current
+        return self.recorded
 
     def update_batch(self) -> None:
         ios, failed = self.inputs_and_outputs, self.failed
@@ -187,7 +234,8 @@ class ServedManager(ContinuousBatchingManager):
     ) -> None:
         for name, allowed in _FIXED.items():
             if (value := getattr(config, name)) not in allowed:
-                raise ValueError(f"{name} must be {allowed[-1]} with kvcompress.serve.batching, got {value!r}")
+                hint = ": give it cuda_graphs=True" if name == "use_cuda_graph" else ""
+                raise ValueError(f"{name} must be {allowed[-1]} with kvcompress.serve.batching, got {value!r}{hint}")
         super().__init__(_Asked(batching.model), generation_config, config, hints)
         self.model = batching.model
         if self.distributed_helper.tp_size > 1:  # ranks would count pages of their own, and part ways
@@ -256,13 +304,13 @@ class ServedManager(ContinuousBatchingManager):
 
 class Batching:
     """What batching returns, and takes its arguments: model, cache, pages, memory, page_size, requests, batch_tokens,
-    prefixes, swap. As a context manager it is undone at the end. Raises as batching does. served: the requests and
-    their pages.
+    prefixes, swap, cuda_graphs. As a context manager it is undone at the end. Raises as batching does. served: the
+    requests and their pages.
     """
 
     def __init__(
         self, model: Any, cache: str | CacheSpec | None, pages: int | None, memory: int | str | None, page_size: int,
-        requests: int, batch_tokens: Tokens, prefixes: int | None, swap: int | str | None,
+        requests: int, batch_tokens: Tokens, prefixes: int | None, swap: int | str | None, cuda_graphs: bool,
     ) -> None:  # fmt: skip
         need_integer("requests", requests, 1)
         batch_tokens = tokens_of("batch_tokens", batch_tokens, requests)
@@ -273,6 +321,11 @@ class Batching:
         self.page_size, self.dtype = PoolSettings(page_size).page_size, model.dtype
         self.prefixes, self._hits_before, self._swapped_before = prefixes, 0, 0
         self.swap = None if swap is None else swap_nbytes(swap)
+        if cuda_graphs:
+            check_records("model", model.device)
+            if self.page_size == 1:
+                raise ValueError("page_size must be at least 2 with cuda_graphs, got 1")
+        self.cuda_graphs = cuda_graphs
         self.spec = spec_of(cache, decoder_config(model.config))
         self.processor: _Processor | None = None
         self._last: ServedManager | None = None
@@ -294,7 +347,7 @@ class Batching:
         counted = self._pages_within if pages is None else pages
         return Requests(
             decoder, facts, method, self._make, counted, model.dtype, model.device, prefixes=self.prefixes,
-            swap=self.swap,
+            swap=self.swap, recorded=sizes_to_record(self.requests) if self.cuda_graphs else (),
         )  # fmt: skip
 
     def _pages_within(self, page_nbytes: int) -> int:
@@ -378,7 +431,7 @@ class Batching:
 def batching(
     model: Any, cache: str | CacheSpec | None = None, *, pages: int | None = None, memory: int | str | None = None,
     page_size: int = 64, requests: int = 64, batch_tokens: Tokens = 2048, prefixes: int | None = None,
-    swap: int | str | None = None,
+    swap: int | str | None = None, cuda_graphs: bool = False,
 ) -> Batching:  # fmt: skip
     """Makes a model's continuous batching (generate_batch, init_continuous_batching) hold compressed caches, all
     requests' in one store of pages.
@@ -398,9 +451,13 @@ def batching(
     the one that was asked for longest ago goes first, also where pages run out.
     swap: bytes of the host's memory, as memory says them, for what requests hold that give their pages up; None = an
     eighth of the pages', 0 = they are read again.
+    cuda_graphs: whether passes in which all requests decode are launched as a whole, recorded once for each of some
+    sizes of the batch; they take a page, and tables for as many requests as there may be. For dense, quantized and DMC
+    caches, and pruned ones that ask nothing while decoding, of models on a GPU without windows and recurrent layers;
+    NotImplementedError for others.
     Without max_new_tokens an answer is as long as that of model.generate (20 tokens, where no config says otherwise).
     Out of pages, the request that came last waits, and goes on from what swap kept of it; one that cannot fit alone
     fails with an error that says so. Raises ValueError for caches, settings and models that cannot be served,
     RuntimeError for a model that is.
     """
-    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens, prefixes, swap)
+    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens, prefixes, swap, cuda_graphs)

@@ -23,6 +23,7 @@ from .prefixes import MOST, Prefixes, check_prefixes
 from .prompts import Offered, Prompts, Reader
 from .served import check_served
 from .served_pass import Part, ServedPass
+from .slots import Slots
 from .swap import SHARE, Swap
 
 WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
@@ -36,6 +37,7 @@ class Requests:
     which pages are to lie; None = of its own. prefixes: most that are kept for prompts that begin alike, None = MOST,
     or none where a prompt must come in one pass; see Prompts.offer. swap: bytes of the host's memory for what requests
     hold that give their pages up, None = an eighth of the pages' bytes. bounds: of an engine, None = of its own.
+    recorded: sizes of batches whose steps can be recorded, () = none; they take a page for their padding (see Slots).
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -44,10 +46,10 @@ class Requests:
     def __init__(
         self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache],
         pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
-        prefixes: int | None = 0, swap: int | None = None, bounds: Bounds | None = None,
+        prefixes: int | None = 0, swap: int | None = None, bounds: Bounds | None = None, recorded: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.decoder, self.facts, self.make = decoder, facts, make
-        empty = self._new_cache()
+        self.decoder, self.facts, self.make, self.dtype = decoder, facts, make, dtype
+        empty = self.new_cache()
         check_served(empty, facts, method)
         self.wants_entering, self.recurs = empty.wants_entering, empty.recurs
         paged, P, stored = paged_layers(empty), empty.pool_settings.page_size, stored_dtype(empty)
@@ -63,6 +65,8 @@ class Requests:
         settings = PoolSettings(P, pages if paged else 1, "error", stored)  # else they are windows' alone
         with torch.inference_mode(False):
             self.store = PageStore(slots, device, settings, memory, form)
+        self._surplus = self.store.pages - pages  # pages that nobody may have, as others stand for them
+        self.slots: Slots | None = None
         heads = [facts[layer.index].kv_heads for layer in paged]
         beside = pages_beside(empty, facts, dtype, page_nbytes)
         self.bounds = bounds or Bounds(empty, heads, settings.page_size, page_nbytes, beside)
@@ -94,6 +98,9 @@ class Requests:
         self._giving_up: dict[str, int] = {}  # of those: tokens that each has of a prefix
         self._changed = True  # since pages were set aside
         self._pass: ServedPass | None = None
+        if recorded:
+            self.slots = Slots(self, recorded)
+            self.pages, self._surplus = pages - 1, 0  # padding has its page
 
     # ---- between passes ----
 
@@ -107,7 +114,7 @@ class Requests:
             stay = [i for i, request in enumerate(self.decoding) if request not in self._gone]
             self.decoding = [self.decoding[i] for i in stay]
             if not stay:
-                self._running = None
+                self._stop()
             elif self._running is not None:
                 self._running.select_sequences(stay)
             for request in list(given_up):
@@ -127,6 +134,13 @@ class Requests:
                 self._running.join(reader.cache)
             self.decoding.append(request)
         self.needed = self.step_pages()
+
+    def reorder(self, decoding: Sequence[str]) -> None:
+        """Those who decode, in another order."""
+        assert self._running is not None
+        self._running.select_sequences([self.decoding.index(request) for request in decoding])
+        self.decoding, self._changed = list(decoding), True
+        self.settle()
 
     def ends(self, request: str, tokens: Sequence[int]) -> None:
         """The request has written all that it will, and is to be dropped. tokens: the whole of it: who begins with them
@@ -164,7 +178,8 @@ class Requests:
         self.reading.clear()
         self.prompts.clear()
         self.swap.clear()
-        self.decoding, self._running, self._gone, self._ended, self._giving_up = [], None, set(), {}, {}
+        self._stop()
+        self.decoding, self._gone, self._ended, self._giving_up = [], set(), {}, {}
         self._changed, self._pass = True, None
 
     # ---- what comes in ----
@@ -179,7 +194,7 @@ class Requests:
             self.prompts.goes_on(request, shared)
             self.reading[request] = Reader(cache, prompt, seen, back=not getattr(cache, "parted", False))
             return seen
-        reader = Reader(self._new_cache(), prompt)
+        reader = Reader(self.new_cache(), prompt)
         if (prefix := self.prompts.let_in(request)) is not None:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
@@ -392,11 +407,16 @@ class Requests:
         if self._changed and self._running is not None:
             self._set_aside(sum(self.part_pages(part) for part in parts), waiting)
         self._changed = bool(parts)
-        together = None
-        if self._running is not None:
+        together, size = None, None
+        if self.slots is not None and self._running is not None and not parts and at is None:
+            size = self.slots.size_for(len(self.decoding))
+        if self._running is not None and size is None:
             together = self._running.open(self.facts, [1] * len(self.decoding), 1)
         guarded = isinstance(self._running, PrunedCache) and self._running.every is not None
         self._pass = current = ServedPass(self.facts, together, tuple(self.decoding), guarded, at, starts)
+        if self.slots is not None and self._running is not None and size is not None:
+            current.size, current.place = size, self.slots.place(self._running)
+            self._running.count_step()  # the device takes it, by a recording or op by op
         current.wants_entering = self.wants_entering
         for part in parts:
             step, reader = None, self.reading.get(part.request)
@@ -425,7 +445,7 @@ class Requests:
         """The pass is over: every layer has attended."""
         assert self._pass is not None
         self._pass.fail_broken()
-        if self._pass.together is not None:
+        if self._pass.together is not None and self._pass.size is None:
             assert self._running is not None
             self._running.end(self._pass.together, None)
         for request in set(self.decoding) & set(self._pass.failed):
@@ -446,16 +466,22 @@ class Requests:
         """Requests that have what they keep beside pages."""
         return len(self.decoding) + sum(reader.begun for reader in self.reading.values())
 
+    def _stop(self) -> None:
+        """Nobody decodes."""
+        if self.slots is not None:
+            self.slots.let_go()
+        self._running = None
+
     def _left_of(self, free: int) -> int:
         """Pages that anybody may have, of the store's free ones: what lies beside them counts as taken."""
-        return free + self.pages - self.store.pages - self.bounds.beside * (self._begun + len(self.prefixes))
+        return free - self._surplus - self.bounds.beside * (self._begun + len(self.prefixes))
 
     def _comes_with(self, request: str) -> int:
         """Pages that a request takes besides those of its next tokens: it comes back to them, or has them beside."""
         here = request in self.decoding or (request in self.reading and self.reading[request].begun)
         return self.swap.pages(request) + (0 if here else self.bounds.beside)
 
-    def _new_cache(self) -> CompressedCache:
+    def new_cache(self) -> CompressedCache:
         cache = self.make()
         cache.adopt(self.decoder, self.facts)
         for layer in paged_layers(cache):

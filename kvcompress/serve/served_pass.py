@@ -34,12 +34,18 @@ class ServedPass(Pass):
     decode have one cache. guarded: it scores while they do, and would refuse all for what one of them holds: the
     queries, keys and values of one that are not finite are zeros to it, and that request fails alone at the end.
 
+    size: where those who decode are taken a step by a recording, or as one would (see Slots): of how many sequences,
+    those of padding behind their own; None = they are not. place: below which their tokens stand. What they attend by
+    is filled in where they run op by op.
+
     turn: where the tokens come in several forward passes (see apart), which of them it is: -1 = those that decode,
     [n, 1], i = part i, [1, tokens]; None = all come in one.
     """
 
     ends_cache = False
     turn: int | None = None
+    size: int | None = None
+    place = 0
 
     def __init__(
         self, facts: Facts, together: CachePass | None, names: Sequence[str], guarded: bool = False,
@@ -52,6 +58,9 @@ class ServedPass(Pass):
         self.decoding = 0 if together is None else len(together.counts)
         self.parts: list[tuple[Part, CachePass | None]] = []  # None of those that have failed already
         self.failed: dict[str, str] = {}
+
+    def fill(self, together: CachePass) -> None:
+        self.together, self.decoding = together, len(together.counts)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """queries, keys, values: [1, H, T, D]. Returns [1, Hq, T, D], with 0 for padding behind the last token. In a

@@ -27,11 +27,12 @@ WHOLE = {"max_num_batched_tokens": 512, "enable_chunked_prefill": False}
 class Served:
     """vLLM over a folder with a model. cache: what is asked of the plugin; None = nothing."""
 
-    def __init__(self, folder, cache, blocks=60, ratio=None, prefixes=None, swap=None, **given):
+    def __init__(self, folder, cache, blocks=60, ratio=None, prefixes=None, swap=None, cuda_graphs=None, **given):
         asked = {} if cache is None else {"cache": cache}
         asked |= {} if ratio is None else {"ratio": ratio}
         asked |= {} if prefixes is None else {"prefixes": prefixes}
         asked |= {} if swap is None else {"swap": swap}
+        asked |= {} if cuda_graphs is None else {"cuda_graphs": cuda_graphs}
         if "enable_chunked_prefill" not in given:
             given = (WHOLE if cache is not None and cache.startswith("pruned") else PARTS) | given
         given = {"max_num_seqs": 32, "block_size": 32} | given  # small blocks, of which a few requests need many

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
+from ...caches.graphs import check_records
 from .engine import Engine
 from .settings import BLOCK_SIZE, KEY, Settings
 
@@ -66,7 +68,15 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     _must_be("scheduler_cls", scheduler.scheduler_cls, (None,))
     _must_be("async_scheduling", scheduler.async_scheduling, (None, False))
     _must_be("runner", model.runner_type, ("generate",))
-    _must_be("cudagraph_mode", compilation.cudagraph_mode, (None, CUDAGraphMode.NONE))
+    if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
+        raise ValueError(
+            f"cudagraph_mode must be NONE with a compressed cache, got {compilation.cudagraph_mode.name}: "
+            f"additional_config[{KEY!r}] takes cuda_graphs = True"
+        )
+    if settings.cuda_graphs:
+        check_records("model", torch.device(current_platform.device_type))
+        reason = "cuda_graphs = True"
+        _must_be("enable_prompt_embeds", model.enable_prompt_embeds, (False,), reason)
     if current_platform.is_cpu() and parallel.worker_cls in ("auto", CPU_WORKER):
         parallel.worker_cls = "kvcompress.serve.vllm.worker.CompressedWorker"
     if vllm_config.use_v2_model_runner:
@@ -78,6 +88,8 @@ def configure(vllm_config: Any, settings: Settings) -> None:
         )
     if not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
+    if settings.cuda_graphs and cache.block_size < 2:
+        raise ValueError(f"block_size must be at least 2 with cuda_graphs = True, got {cache.block_size}")
     engine = Engine(settings, model.hf_config, model.dtype, cache.block_size)
     if engine.whole:
         reason = f"{settings.cache!r}, which chooses by all of a prompt"

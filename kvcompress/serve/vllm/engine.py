@@ -23,6 +23,7 @@ from ..prefixes import check_prefixes
 from ..requests import Requests
 from ..served import cache_maker, check_served
 from ..served_pass import Part, ServedPass
+from ..slots import sizes_to_record
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Engine:
     KV head of each layer; requests hold as many as their pages make, and pages are what is counted.
 
     known: the scheduler's requests, with num_tokens and num_prompt_tokens. failed: requests that cannot go on, and why.
+    recorded_most: most requests that decode in one recorded step; 0 = none is.
     preempted: how often a request gave its pages up. peak_pages: most in use at once.
     Raises ValueError for what cannot be served.
     """
@@ -91,6 +93,8 @@ class Engine:
             )
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
+        if settings.cuda_graphs:
+            empty.check_repeats()
         self.whole = is_read_whole(empty)
         self.one_pass = last_part(empty) is None  # a prompt must come in one
         check_prefixes(settings.prefixes, self.one_pass)
@@ -118,6 +122,7 @@ class Engine:
         # of layers whose tokens are counted; blocks stand for the others', which see a window, too
         counted = sum(self.facts[layer.index].kv_heads for layer in empty.compressing)
         self.counted = self.bounds.rows or counted or self.heads
+        self.recorded_most = 0
         self.served: Requests | None = None
         self.known: Mapping[str, Any] = {}
         self.failed: dict[str, str] = {}
@@ -139,6 +144,7 @@ class Engine:
         self.served = Requests(
             self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory,
             *((0, 0) if self.recurs else (self.settings.prefixes, self.settings.swap_nbytes)), self.bounds,
+            sizes_to_record(self.recorded_most) if self.recorded_most else (),
         )  # fmt: skip
         self.served.answer_of = self._answer
 
@@ -343,6 +349,9 @@ class Engine:
         reading = [(self._part(name, row.tokens), row) for name, row in found.items() if name not in served.decoding]
         parts = [replace(part, tokens=row.tokens) for part, row in reading]
         places = [found[name].first for name in served.decoding]
+        if served.slots is not None and not parts and places != sorted(places):
+            served.reorder(sorted(served.decoding, key=lambda name: found[name].first))
+            places.sort()
         at = None
         if places != list(range(len(places))):
             at = torch.tensor(places, device=served.store.refs.device)
@@ -368,7 +377,18 @@ class Engine:
             self._pass.attend_to(layer, q, k, v, softmax, wide)
             attended.copy_(wide[..., : facts.value_dim])
         if layer == max(self.facts):
-            with torch.inference_mode(False), torch.no_grad():
-                self.failed |= self._pass.failed
-                self.requests.end()
+            self.end()
+
+    @property
+    def recorded(self) -> ServedPass | None:
+        """The pass of this step, where those who decode are alone in it and it is done by a recording."""
+        return self._pass if self._pass is not None and self._pass.size is not None else None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def end(self) -> None:
+        """Every layer has attended, here or in a recording."""
+        if self._pass is not None:
+            self.failed |= self._pass.failed
+            self.requests.end()
             self._pass = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +24,8 @@ from ...hf.probe import like
 from ...hf.seam import is_rotary
 from ...ops.softmax import Softmax
 from ...positions import NormedTables, parts
+from ..recorded import Recordings
+from ..slots import Slots
 from .attention import CompressedAttention, Metadata, softmax_of
 from .config import PREFIX
 from .engine import ENGINES, Engine
@@ -99,7 +103,44 @@ class Compressed:
             engine.states = States(recurrent, vllm_config)
             engine.bounds.beside += -(-engine.states.nbytes // engine.page_nbytes)
             self.register_forward_pre_hook(_tell)  # type: ignore[attr-defined]
+        if settings.cuda_graphs:
+            engine.recorded_most = vllm_config.scheduler_config.max_num_seqs
+        self._engine = engine
         ENGINES[vllm_config.instance_id] = engine
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """A step of those who decode alone is taken by a recording, where such were asked for."""
+        engine, whole = self._engine, super().__call__  # type: ignore[misc]
+        if engine.recorded is None:
+            return whole(input_ids, positions, *args, **kwargs)
+        if not hasattr(self, "_recorded"):
+            assert engine.requests.slots is not None
+            model = functools.partial(whole, *args, **kwargs)
+            self._recorded = Recorded(model, engine.requests.slots, input_ids, positions)
+        return self._recorded.step(engine, input_ids, positions)
+
+
+class Recorded:
+    """Steps of a model of vLLM's over input_ids [n] and positions [..., n]."""
+
+    def __init__(self, model: Callable[..., Any], slots: Slots, input_ids: Tensor, positions: Tensor) -> None:
+        most = slots.sizes[-1]
+        self.model = model
+        self.ids, self.places = input_ids.new_zeros(most), positions.new_zeros(*positions.shape[:-1], most)
+        self.recordings = Recordings(slots, input_ids.device, self._run)
+
+    def step(self, engine: Engine, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [n, hidden]."""
+        n = len(input_ids)
+        self.ids[:n], self.places[..., :n] = input_ids, positions
+        assert engine.recorded is not None
+        hidden = self.recordings.step(engine.recorded)
+        engine.end()
+        return hidden[:n]
+
+    def _run(self, size: int) -> Tensor:
+        hidden: Tensor = self.model(input_ids=self.ids[:size], positions=self.places[..., :size])
+        return hidden
 
 
 def _tell(*_: Any) -> None:

@@ -24,7 +24,8 @@ class Settings:
     to reach before any prompt was read, afterwards what was measured counts; None = 1, or what gates are to keep.
     prefixes: most that are kept of prompts that
     begin alike, as Requests takes it; None = 0 without vLLM's enable_prefix_caching or enable_chunked_prefill. swap: as
-    Requests takes it, bytes or a text such as "1GiB".
+    Requests takes it, bytes or a text such as "1GiB". cuda_graphs: whether steps in which all requests decode are
+    launched as a whole, as kvcompress.serve.batching has it.
 
     Raises ValueError for what is out of range or unknown.
     """
@@ -33,6 +34,7 @@ class Settings:
     ratio: float | None = None
     prefixes: int | None = None
     swap: int | str | None = None
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
@@ -40,6 +42,8 @@ class Settings:
         _ = self.spec
         check_prefixes(self.prefixes, False)
         _ = self.swap_nbytes
+        if not isinstance(self.cuda_graphs, bool):
+            raise ValueError(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}")
         ratio = self.ratio
         number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 1 <= ratio < math.inf):

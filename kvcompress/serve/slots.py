@@ -1,0 +1,184 @@
+"""Fixed memory for the rows of those who decode: steps of any of some sizes can be recorded, whoever comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..caches.base import CompressedCache
+from ..caches.passes import CachePass
+from ..caches.pool import PagePool
+from ..ops.softmax import Softmax
+from .bounds import paged_layers
+
+if TYPE_CHECKING:
+    from .requests import Requests
+
+_ADVANCING = {"lengths": 1, "places": 0}  # what a step adds 1 to; what padding has of it before every step
+_MOST = 2**31 - 1
+
+
+def sizes_to_record(most: int) -> list[int]:
+    """Of batches of up to so many sequences: few of them wait for padding."""
+    sizes = {1, 2, 4, *range(8, most, 8), most}
+    return sorted(size for size in sizes if size <= most)
+
+
+class Slots:
+    """A batch of at most sizes[-1] sequences, whose rows stay where they are: place() puts those of a cache there, and
+    from then on they are the cache's own. step(size) is a pass of one token of each of the first `size` of them; those
+    behind the last one are padding, which writes to a page of its own.
+
+    caches: of steps, by size. moved: how often the memory was replaced; what was recorded before is of no use then.
+    Raises NotImplementedError for caches and models whose steps need the host.
+    """
+
+    def __init__(self, served: Requests, sizes: Sequence[int]) -> None:
+        self.served, self.sizes, self.moved = served, sorted(sizes), 0
+        self.cache = self._learned()  # of one sequence, which holds nothing
+        self.caches: dict[int, CompressedCache] = {}
+        self._placed: CompressedCache | None = None
+        self._rows: list[dict[str, Tensor]] = []  # of the placed cache, by layer
+        self._memory: list[dict[str, Tensor]] = []
+        store = served.store
+        slots = {name: (tuple(x.shape[2:]), x.dtype) for name, x in store.arrays.items()}
+        self.padding = PagePool(1, slots, store.refs.device, store=store, form=store.form)
+        token = self.padding.zeros(1, 1, 1, served.facts[paged_layers(self.cache)[0].index].size)
+        self.padding.append([token, token])
+        self._make(1)
+
+    def size_for(self, sequences: int) -> int | None:
+        """The smallest that has room for so many; None where none has."""
+        return next((size for size in self.sizes if size >= sequences), None)
+
+    # ---- what is placed ----
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def place(self, cache: CompressedCache) -> int:
+        """The rows of a cache of at most sizes[-1] sequences lie here from now on. Returns the position of the token
+        that comes last of all."""
+        layers, n = paged_layers(cache), cache.batch_size
+        last = max(max(layer.next) for layer in layers)
+        if self._placed is not cache:
+            self.let_go()
+        elif all(rows[name] is x for layer, rows in zip(layers, self._rows, strict=True)
+                 for name, x in layer.step_rows().items()):  # fmt: skip
+            return last
+        found = [layer.step_rows() for layer in layers]
+        if (width := max(rows["block_table"].shape[1] for rows in found)) > self._memory[0]["block_table"].shape[1]:
+            self._make(width)
+        self._rows = []
+        for layer, rows, memory in zip(layers, found, self._memory, strict=True):
+            placed = {}
+            for name, x in rows.items():
+                here = memory[name][: len(x)]
+                if name == "block_table":
+                    here[:, : x.shape[1]] = x
+                else:
+                    here.copy_(x)
+                placed[name] = here
+            layer.place_rows(placed)
+            self._rows.append(placed)
+        self._placed = cache
+        self._pad(n)
+        return last
+
+    @torch.inference_mode(False)
+    def let_go(self) -> None:
+        """What is placed goes on elsewhere: it may outlive its place."""
+        if self._placed is not None:
+            for layer in paged_layers(self._placed):
+                layer.place_rows({name: x.clone() for name, x in layer.step_rows().items()})
+        self._placed, self._rows = None, []
+
+    # ---- steps ----
+
+    @torch.inference_mode(False)
+    def step(self, size: int, place: int) -> tuple[CachePass, int, list[Tensor]]:
+        """A pass of one token of each of so many sequences, which stand at most at `place`; below which position it may
+        be done again, whoever they are; and all tensors that it works on. settle_padding() comes before its first
+        layer."""
+        cache = self.caches.get(size)
+        if cache is None:
+            cache = self.caches[size] = self.cache.fork()
+            cache.adopt(self.served.decoder, self.served.facts)
+            cache.select_sequences([0] * size)
+        for layer, memory in zip(paged_layers(cache), self._memory, strict=True):
+            rows = {name: x[: size * (len(x) // self.sizes[-1])] for name, x in memory.items()}
+            layer.place_rows(rows, borrowed=place)
+        ahead = cache.steps_ahead()
+        current = cache.open(self.served.facts, [1] * size, 1)
+        current.unclaim()
+        cache.mark_incomplete(False)
+        return current, place + ahead, [*cache.held_tensors(), self._advanced, self._most]
+
+    def settle_padding(self) -> None:
+        """Padding is where it was before the last step: on the device alone."""
+        torch.minimum(self._advanced, self._most, out=self._advanced)
+
+    # ---- within ----
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _learned(self) -> CompressedCache:
+        served = self.served
+        cache = served.new_cache()
+        if cache.wants_entering:
+            raise NotImplementedError("a cache that looks at hidden states cannot be served by recorded steps")
+        step = cache.open(served.facts, [1], 1)
+        for index, facts in served.facts.items():
+            q, k, v = (
+                torch.zeros(1, heads, 1, facts.size, dtype=served.dtype, device=served.store.refs.device)
+                for heads in (facts.query_heads, facts.kv_heads, facts.kv_heads)
+            )
+            step.attend(index, q, k, v, Softmax(1.0))
+        cache.end(step, None)
+        cache.check_repeats()
+        cache.prepare_steps()
+        layers = paged_layers(cache)
+        if cache.steps_ahead() < 1 or any(layer.step_rows() is None for layer in layers):
+            raise NotImplementedError(
+                f"steps of {type(cache).__name__} need the host for each token in this model, or belong to one batch: "
+                "they cannot be recorded"
+            )
+        for layer in layers:
+            layer.opened.drop_last(layer.opened.counts)
+        return cache
+
+    @torch.inference_mode(False)
+    def _make(self, width: int) -> None:
+        """Memory for tables that are twice as wide as those that are there, at least."""
+        self.let_go()
+        most, layers = self.sizes[-1], paged_layers(self.cache)
+        width = max(width, 2 * self._memory[0]["block_table"].shape[1] if self._memory else 1)
+        found = [layer.step_rows() for layer in layers]
+        counts = [len(rows[name]) for rows in found for name in _ADVANCING if name in rows]
+        self._advanced = torch.zeros(sum(counts) * most, dtype=torch.int32, device=self.padding.lengths.device)
+        self._most = torch.full_like(self._advanced, _MOST)
+        advanced, ends = (list(x.split([n * most for n in counts])) for x in (self._advanced, self._most))
+        self._memory, self._ends = [], []
+        for rows in found:
+            memory = {
+                name: x.new_zeros(len(x) * most, *((width,) if name == "block_table" else x.shape[1:]))
+                for name, x in rows.items() if name not in _ADVANCING
+            }  # fmt: skip
+            self._ends.append({name: ends.pop(0) for name in _ADVANCING if name in rows})
+            memory |= {name: advanced.pop(0).view(-1, *rows[name].shape[1:]) for name in self._ends[-1]}
+            self._memory.append(memory)
+        self.moved += 1
+        self._pad(0)
+
+    def _pad(self, n: int) -> None:
+        """Sequences from n on are padding."""
+        most = self.sizes[-1]
+        self._most.fill_(_MOST)
+        for memory, ends in zip(self._memory, self._ends, strict=True):
+            for name, x in memory.items():
+                x[n * (len(x) // most) :] = _ADVANCING.get(name, 0)
+            memory["block_table"][n * (len(memory["block_table"]) // most) :, :1] = self.padding.block_table
+            for name, end in ends.items():
+                end[n * (len(end) // most) :] = _ADVANCING[name]

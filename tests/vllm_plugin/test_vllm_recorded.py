@@ -1,0 +1,80 @@
+"""Steps of vLLM's in which all requests decode, recorded: a tape of operations stands for the CUDA graph."""
+
+import pytest
+from conftest import alone
+from tape import recorder
+from test_vllm_serving import PRUNED, example
+from vllm.model_executor.layers.attention import Attention
+
+from kvcompress.caches import graphs
+from kvcompress.serve.slots import Slots
+
+
+@pytest.fixture
+def recorded(serve, folders, monkeypatch):
+    """An engine that records; the attention op of vLLM's, which a tape would take for one operation, is not used."""
+    slots = []
+
+    def changed():
+        store = slots[-1].served.store
+        tensors = [x for memory in slots[-1]._memory for x in memory.values()]
+        return [*tensors, slots[-1]._advanced, store.refs, store.free_pages, store.free_count, *store.arrays.values()]
+
+    made = Slots.__init__
+    monkeypatch.setattr(Slots, "__init__", lambda self, *args: (slots.append(self), made(self, *args))[1])
+    monkeypatch.setattr(graphs, "record", recorder(changed))
+
+    def make(cache, **given):
+        served = serve(folders["dmc" if cache.startswith("dmc") else "plain"], cache, cuda_graphs=True, **given)
+        layers = served.config.compilation_config.static_forward_context.values()
+        for layer in layers:
+            layer.use_direct_call = True
+        assert sum(isinstance(layer, Attention) for layer in layers) > 0
+        return served
+
+    return make
+
+
+def recordings(served):
+    model = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    return model._recorded.recordings
+
+
+@pytest.mark.parametrize("cache", ["dense", "dmc", PRUNED, "quantized,dtype=k8v4"])
+def test_tokens_are_those_of_generate_alone(recorded, prompts, cache):
+    """Requests come and leave at different times, so that the batch's size, and their order, change."""
+    new = [30 + 5 * i % 17 for i in range(len(prompts))]
+    served = recorded(cache, max_num_seqs=6)
+    found, reasons = served.generate(prompts, new)
+    assert set(reasons) == {"length"}
+    assert found == alone(example(cache), cache, prompts, new)
+    assert served.engine.requests.pages_in_use() == 0 and served.engine.decoding == []
+    served.engine.requests.drop_prefixes()
+    assert served.engine.requests.store.refs.sum() == 1  # padding's page
+    made = recordings(served)
+    assert 1 <= made.count <= 8 and made._warm
+
+
+@pytest.mark.parametrize("swap", ["1GiB", 0])
+def test_who_gives_pages_up_goes_on(recorded, prompts, swap):
+    served = recorded("dense", blocks=19, swap=swap)
+    served.engine.requests.coming_pages = lambda prompts: 0  # as if there were room
+    short = [prompt[:80] for prompt in prompts]
+    found, _ = served.generate(short, 70)
+    assert served.engine.preempted > 0 and recordings(served).count
+    assert found == alone(example("dense"), "dense", short, 70)
+    assert served.engine.requests.pages_in_use() == 0
+
+
+def test_what_cannot_be_recorded_is_refused(recorded, serve, folders, monkeypatch):
+    with pytest.raises(NotImplementedError, match="a step cannot be recorded"):
+        recorded("streaming,window_size=60")
+    with pytest.raises(ValueError, match=r"cudagraph_mode must be NONE .* cuda_graphs = True"):
+        serve(folders["plain"], "dense", compilation_config={"cudagraph_mode": "FULL"})
+    with pytest.raises(ValueError, match="block_size must be at least 2"):
+        recorded("dense", block_size=1)
+    with pytest.raises(ValueError, match="cuda_graphs must be True or False, got 1"):
+        serve(folders["plain"], "dense", cuda_graphs=1)
+    monkeypatch.setattr(graphs, "record", graphs._RECORD)
+    with pytest.raises(ValueError, match="model must be on a CUDA device, got cpu"):
+        serve(folders["plain"], "dense", cuda_graphs=True)

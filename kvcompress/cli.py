@@ -315,6 +315,9 @@ def serve(
             "not given: an eighth of --memory"
         ),
     ] = None,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="steps in which all requests decode are launched as a whole on a GPU")
+    ] = False,
     host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at", min=1, max=65535)] = 8000,
     dtype: Dtype = "auto",
@@ -323,6 +326,6 @@ def serve(
     from .serve.vllm.launch import run_serve
 
     run_serve(
-        model=model, cache=cache, memory=memory, ratio=ratio, swap=swap, dtype=dtype, host=host, port=port,
-        passed=context.args,
+        model=model, cache=cache, memory=memory, ratio=ratio, swap=swap, cuda_graphs=cuda_graphs, dtype=dtype,
+        host=host, port=port, passed=context.args,
     )  # fmt: skip

@@ -4,10 +4,12 @@ import pytest
 import torch
 from helpers import DMC_MODES, attached, deciding_model, forward, left_padded, random_ids, tiny_gates_folder, tiny_model
 from test_graphs import CASES, assert_replays_what_the_step_does
+from test_serve_batching import CACHES, LENGTHS, greedy, model_of, prompts_of
 
 import kvcompress
 from kvcompress import CacheSpec, dmc
 from kvcompress.demo import make_task
+from kvcompress.serve import batching
 
 SNAPKV = "pruned,pruner=snapkv,window=32"
 SPECS = {  # caches of the shipped model, and which of its versions they are for
@@ -133,3 +135,21 @@ def test_a_saved_cache_is_loaded_on_another_device(gpu, tmp_path):
     expected = forward(model, new, past_key_values=cache)
     there = kvcompress.load_cache(tmp_path / "cache", model.to(gpu))
     torch.testing.assert_close(forward(model, new.to(gpu), past_key_values=there).cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dense", "pruned", "quantized", "dmc"])
+def test_recorded_passes_of_requests_give_the_tokens_of_the_cpu(gpu, name):
+    """Seven requests of which four may decode at once: they come and go, and sizes of the batch change."""
+    cache, fields = CACHES[name]
+    prompts, found = prompts_of(LENGTHS), {}
+    for device in (gpu, "cpu"):
+        with torch.device("cpu"):
+            model = model_of(fields)
+        given = {"pages": 600, "page_size": 8, "requests": 4, "batch_tokens": 48, "cuda_graphs": device == gpu}
+        with batching(model.to(device), cache, **given) as serving:
+            results = model.generate_batch(prompts, generation_config=greedy(40))
+            assert [x.error for x in results.values()] == [None] * len(prompts)
+            found[device] = [x.generated_tokens for x in results.values()]
+            if device == gpu:
+                assert serving.processor.recorded.recordings.count >= 2
+    assert found[gpu] == found["cpu"]

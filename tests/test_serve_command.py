@@ -15,7 +15,7 @@ from transformers import Lfm2Config, Qwen2Config
 from typer.testing import CliRunner
 
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
-from kvcompress.caches import huge
+from kvcompress.caches import graphs, huge
 from kvcompress.cli import app
 from kvcompress.models import EXAMPLE
 from kvcompress.serve.vllm import launch
@@ -29,6 +29,7 @@ SETTINGS = {
     "memory": 64 << 20,
     "ratio": None,
     "swap": None,
+    "cuda_graphs": False,
     "dtype": "auto",
     "host": "127.0.0.1",
     "port": 8000,
@@ -291,3 +292,11 @@ def test_without_vllm_or_the_plugin_the_line_that_installs_it_is_said(monkeypatc
     monkeypatch.setattr("kvcompress.support.extras.find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(launch, "entry_points", lambda **given: ())
     assert "kvcompress serve needs kvcompress to be installed, not only found: pip install kvcompress" in run()
+
+
+def test_recorded_steps_need_a_gpu(monkeypatch):
+    with pytest.raises(ValueError, match="model must be on a CUDA device, got cpu"):
+        made(EXAMPLE, cuda_graphs=True)
+    monkeypatch.setattr(graphs, "record", lambda *_: None)
+    asked = json.loads(made(EXAMPLE, cuda_graphs=True)[1]["--additional-config"][0])
+    assert asked == {"kvcompress": {"cache": "dense", "cuda_graphs": True}}

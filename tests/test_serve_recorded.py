@@ -27,7 +27,7 @@ def tapes(monkeypatch):
     made, recorded, opened, step = Slots.__init__, recorder(lambda: changed()), Recordings._open, Recordings.step
 
     def changed():
-        store = slots[-1].served.store
+        store = slots[-1].store
         tensors = [x for memory in slots[-1]._memory for x in memory.values()]
         return [*tensors, store.refs, store.free_pages, store.free_count, *store.arrays.values()]
 

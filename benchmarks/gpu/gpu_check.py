@@ -9,6 +9,7 @@ Parts, in this order, of which --part takes some (several times):
                                 that is never empty; decode: buffers that rotate through at least 1 GiB
     steps                       a decoded token in the layers of each cache: kernels, launches, bytes
     tokens, prompts             whole models of random weights beside DynamicCache and StaticCache
+    serving                     many requests at once beside transformers' continuous batching
     ops                         the tests that have a GPU to run on (pytest -m gpu, two devices if they are there), each
                                 file in a process of its own, some at a time, and what failed once more alone: after an
                                 illegal access nothing else runs in that process
@@ -58,6 +59,7 @@ MEASURED = {  # module of benchmarks.gpu.measure, function
     "steps": ("steps", "step_rows"),
     "tokens": ("models", "token_rows"),
     "prompts": ("models", "prompt_rows"),
+    "serving": ("serving", "serving_rows"),
 }
 TESTED = ("ops", "models")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")

@@ -48,7 +48,7 @@ class Requests:
         pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
         prefixes: int | None = 0, swap: int | None = None, bounds: Bounds | None = None, recorded: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.decoder, self.facts, self.make, self.dtype = decoder, facts, make, dtype
+        self.decoder, self.facts, self.make = decoder, facts, make
         empty = self.new_cache()
         check_served(empty, facts, method)
         self.wants_entering, self.recurs = empty.wants_entering, empty.recurs
@@ -99,7 +99,7 @@ class Requests:
         self._changed = True  # since pages were set aside
         self._pass: ServedPass | None = None
         if recorded:
-            self.slots = Slots(self, recorded)
+            self.slots = Slots(self.store, self.new_cache, decoder, facts, dtype, recorded)
             self.pages, self._surplus = pages - 1, 0  # padding has its page
 
     # ---- between passes ----

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,10 @@ from torch import Tensor
 from ..caches.base import CompressedCache
 from ..caches.passes import CachePass
 from ..caches.pool import PagePool
+from ..caches.store import PageStore
+from ..hf.facts import Facts
 from ..ops.softmax import Softmax
 from .bounds import paged_layers
-
-if TYPE_CHECKING:
-    from .requests import Requests
 
 _ADVANCING = {"lengths": 1, "places": 0}  # what a step adds 1 to; what padding has of it before every step
 _MOST = 2**31 - 1
@@ -36,17 +35,20 @@ class Slots:
     Raises NotImplementedError for caches and models whose steps need the host.
     """
 
-    def __init__(self, served: Requests, sizes: Sequence[int]) -> None:
-        self.served, self.sizes, self.moved = served, sorted(sizes), 0
-        self.cache = self._learned()  # of one sequence, which holds nothing
+    def __init__(
+        self, store: PageStore, new_cache: Callable[[], CompressedCache], decoder: Any, facts: Facts,
+        dtype: torch.dtype, sizes: Sequence[int],
+    ) -> None:  # fmt: skip
+        """new_cache: makes an empty cache with its pages in the store. dtype: of keys and values as they come."""
+        self.store, self.decoder, self.facts, self.sizes, self.moved = store, decoder, facts, sorted(sizes), 0
+        self.cache = self._learned(new_cache(), dtype)  # of one sequence, which holds nothing
         self.caches: dict[int, CompressedCache] = {}
         self._placed: CompressedCache | None = None
         self._rows: list[dict[str, Tensor]] = []  # of the placed cache, by layer
         self._memory: list[dict[str, Tensor]] = []
-        store = served.store
         slots = {name: (tuple(x.shape[2:]), x.dtype) for name, x in store.arrays.items()}
         self.padding = PagePool(1, slots, store.refs.device, store=store, form=store.form)
-        token = self.padding.zeros(1, 1, 1, served.facts[paged_layers(self.cache)[0].index].size)
+        token = self.padding.zeros(1, 1, 1, facts[paged_layers(self.cache)[0].index].size)
         self.padding.append([token, token])
         self._make(1)
 
@@ -105,13 +107,13 @@ class Slots:
         cache = self.caches.get(size)
         if cache is None:
             cache = self.caches[size] = self.cache.fork()
-            cache.adopt(self.served.decoder, self.served.facts)
+            cache.adopt(self.decoder, self.facts)
             cache.select_sequences([0] * size)
         for layer, memory in zip(paged_layers(cache), self._memory, strict=True):
             rows = {name: x[: size * (len(x) // self.sizes[-1])] for name, x in memory.items()}
             layer.place_rows(rows, borrowed=place)
         ahead = cache.steps_ahead()
-        current = cache.open(self.served.facts, [1] * size, 1)
+        current = cache.open(self.facts, [1] * size, 1)
         current.unclaim()
         cache.mark_incomplete(False)
         return current, place + ahead, [*cache.held_tensors(), self._advanced, self._most]
@@ -124,15 +126,14 @@ class Slots:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _learned(self) -> CompressedCache:
-        served = self.served
-        cache = served.new_cache()
+    def _learned(self, cache: CompressedCache, dtype: torch.dtype) -> CompressedCache:
+        """An empty cache, once it has stepped and dropped that again."""
         if cache.wants_entering:
             raise NotImplementedError("a cache that looks at hidden states cannot be served by recorded steps")
-        step = cache.open(served.facts, [1], 1)
-        for index, facts in served.facts.items():
+        step = cache.open(self.facts, [1], 1)
+        for index, facts in self.facts.items():
             q, k, v = (
-                torch.zeros(1, heads, 1, facts.size, dtype=served.dtype, device=served.store.refs.device)
+                torch.zeros(1, heads, 1, facts.size, dtype=dtype, device=self.store.refs.device)
                 for heads in (facts.query_heads, facts.kv_heads, facts.kv_heads)
             )
             step.attend(index, q, k, v, Softmax(1.0))

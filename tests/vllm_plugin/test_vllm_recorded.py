@@ -16,7 +16,7 @@ def recorded(serve, folders, monkeypatch):
     slots = []
 
     def changed():
-        store = slots[-1].served.store
+        store = slots[-1].store
         tensors = [x for memory in slots[-1]._memory for x in memory.values()]
         return [*tensors, slots[-1]._advanced, store.refs, store.free_pages, store.free_count, *store.arrays.values()]
 

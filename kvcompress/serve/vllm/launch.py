@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ...caches.base import trained_length_of
+from ...caches.graphs import check_records
 from ...caches.pruned import PrunedCache
 from ...caches.spec import DENSE, CacheSpec
 from ...hf.config import decoder_config
@@ -40,13 +41,13 @@ class Command(NamedTuple):
 
 
 def run_serve(
-    *, model: str, cache: str | None, memory: str | None, ratio: float | None, swap: str | None, dtype: str, host: str,
-    port: int, passed: Sequence[str],
+    *, model: str, cache: str | None, memory: str | None, ratio: float | None, swap: str | None, cuda_graphs: bool,
+    dtype: str, host: str, port: int, passed: Sequence[str],
 ) -> None:  # fmt: skip
     """Says what the server holds, and becomes it: signals are vLLM's to answer, and its exit status is ours.
 
-    memory: of all requests' caches, None = a share of what is free. ratio, swap: as Settings has them. dtype: of the
-    weights.
+    memory: of all requests' caches, None = a share of what is free. ratio, swap, cuda_graphs: as Settings has them.
+    dtype: of the weights.
     passed: vLLM's own options. Raises ValueError for what cannot be, before vLLM starts, ImportError where vLLM or its
     plugin is not installed.
     """
@@ -58,7 +59,7 @@ def run_serve(
     environment = environment_of(os.environ)
     need_packages("kvcompress serve", "vllm")
     need_plugin()
-    command = command_of(model, cache, nbytes, ratio, swap, dtype, host, port, options)
+    command = command_of(model, cache, nbytes, ratio, swap, cuda_graphs, dtype, host, port, options)
     print(*command.lines, sep="\n", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os.execve(sys.executable, command.arguments, environment)
@@ -81,16 +82,18 @@ def need_plugin() -> None:
 
 
 def command_of(
-    model: str, cache: str | None, memory: int | None, ratio: float | None, swap: str | None, dtype: str, host: str,
-    port: int, passed: Passed,
+    model: str, cache: str | None, memory: int | None, ratio: float | None, swap: str | None, cuda_graphs: bool,
+    dtype: str, host: str, port: int, passed: Passed,
 ) -> Command:  # fmt: skip
     """The command, of options that were read; memory in bytes. Raises ValueError as run_serve does."""
     folder, config = _config(model, passed.text("--revision"))
     chosen = _dtype(model, config, dtype)
-    settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, ratio, swap=swap)
+    settings = Settings(cache or CacheSpec.kind_of(config) or DENSE, ratio, swap=swap, cuda_graphs=cuda_graphs)
     engine = Engine(settings, config, chosen, passed.count("--block-size") or BLOCK_SIZE)
     length = _length(engine, trained_length_of(config), passed.count("--max-model-len"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if cuda_graphs:
+        check_records("model", device)
     free = free_nbytes(device) if device.type == "cuda" else free_node_nbytes()
     if memory is None:
         memory = int(max(free - _weights(config, chosen), 0) * SHARES[device.type])
@@ -98,6 +101,8 @@ def command_of(
     capacity = Capacity(engine, memory, length, device)
     asked: dict[str, Any] = {"cache": settings.cache, "ratio": ratio, "swap": swap}
     asked = {name: value for name, value in asked.items() if value is not None}
+    if cuda_graphs:
+        asked["cuda_graphs"] = True
     ours = {
         "--dtype": str(chosen).removeprefix("torch."), "--host": host, "--port": str(port),
         "--kv-cache-memory-bytes": str(capacity.vllm_nbytes),

@@ -208,7 +208,7 @@ def test_additional_config_of_others_stays(folder):
 
 
 def test_the_environment_lets_vllm_find_the_plugin():
-    assert environment_of({"A": "b"}) == {"A": "b", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert environment_of({"A": "b"}) == {"A": "b"}
     assert environment_of({"VLLM_PLUGINS": "a,b"})["VLLM_PLUGINS"] == "a,b,kvcompress"
     assert environment_of({"VLLM_PLUGINS": ""})["VLLM_PLUGINS"] == "kvcompress"
     assert environment_of({"VLLM_PLUGINS": "kvcompress"})["VLLM_PLUGINS"] == "kvcompress"

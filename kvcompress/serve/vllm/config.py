@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode
+from vllm import envs
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -25,6 +26,12 @@ _ONE = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
     "decode_context_parallel_size",
 )  # fmt: skip
+
+
+class ConfigOfV1(VllmConfig):
+    """vLLM's configuration of a model whose batches its V1 model runner makes: V2, the choice for GPUs, has others."""
+
+    use_v2_model_runner = False
 
 
 def register_families() -> None:
@@ -79,8 +86,11 @@ def configure(vllm_config: Any, settings: Settings) -> None:
         _must_be("enable_prompt_embeds", model.enable_prompt_embeds, (False,), reason)
     if current_platform.is_cpu() and parallel.worker_cls in ("auto", CPU_WORKER):
         parallel.worker_cls = "kvcompress.serve.vllm.worker.CompressedWorker"
-    if vllm_config.use_v2_model_runner:
-        raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be unset or 0 with a compressed cache, got 1")
+    _must_be("hisparse_config", vllm_config.attention_config.hisparse_config, (None,))
+    _must_be("watermark_config", getattr(vllm_config, "watermark_config", None), (None,))
+    vllm_config.__class__ = ConfigOfV1
     if model.multimodal_config is not None and not model.multimodal_config.language_model_only:
         raise ValueError(
             f"language_model_only must be True with a compressed cache, which takes text alone, got "

@@ -69,7 +69,7 @@ def environment_of(given: Mapping[str, str]) -> dict[str, str]:
     """What vLLM is to find in its environment. Raises ValueError for what would undo an option."""
     if space := given.get("VLLM_CPU_KVCACHE_SPACE"):
         raise ValueError(f"VLLM_CPU_KVCACHE_SPACE must not be set beside --memory, got {space!r}")
-    made = {"VLLM_USE_V2_MODEL_RUNNER": "0", **given}
+    made = dict(given)
     if (plugins := given.get("VLLM_PLUGINS")) is not None and KEY not in plugins.split(","):
         made["VLLM_PLUGINS"] = ",".join(filter(None, [plugins, KEY]))
     return made

@@ -5,14 +5,25 @@ import weakref
 
 import pytest
 import torch
-from helpers import attached, forward, left_padded, random_ids
+from helpers import attached, forward, left_padded, random_ids, tiny_gates_folder
 from published_gates import hidden_gates_folder
 from tape import Tape, recorder
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from benchmarks.quality.parts.families_images import even_prompts, one_prompt
-from kvcompress import DMCCache, Gate, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc
+from kvcompress import (
+    DMCCache,
+    Gate,
+    GatedCache,
+    IterativeCache,
+    PrunedCache,
+    QuantizedCache,
+    QuestCache,
+    StepGraph,
+    StreamingCache,
+    dmc,
+)
 from kvcompress.caches import graphs
 from kvcompress.caches.base import CompressedCache
 from kvcompress.hf.attach import base_model
@@ -44,6 +55,28 @@ def merging():
     return model
 
 
+def dropping():
+    model = attached()
+    dmc.convert(model, dmc.DMCConfig(mode="dms", dms_window=9, shift=0.0), anneal=False)
+    return model
+
+
+def family(name):
+    """Attached, with heads as many as the others'."""
+
+    def make():
+        model = CONFIGURATIONS[name].model()
+        model.config.pad_token_id = None  # else transformers looks for it among the ids, unless a GPU records
+        kvcompress.attach(model)
+        return model
+
+    return make
+
+
+def snapkv(config):
+    return PrunedCache(config, SnapKV(window=4), keep=15, page_size=8)
+
+
 CASES = {
     "iterative": (attached, lambda config: IterativeCache(config, memory_size=20, chunk_size=10, page_size=4)),
     "pruned": (attached, lambda config: PrunedCache(config, SnapKV(), keep=15, page_size=4)),
@@ -55,7 +88,23 @@ CASES = {
     "quest": (attached, lambda config: QuestCache(config, page_size=4, token_budget=12, dense_layers=1)),
     "dmc": (merging, lambda config: DMCCache(config, page_size=4)),
     "window": (merging, lambda config: DMCCache(config, page_size=16)),
-}
+    "windows": (family("gemma3_text/sliding"), snapkv),
+    "windows with sinks": (family("gpt_oss/sliding"), lambda config: QuantizedCache(config, "int8", page_size=8)),
+    "windows alone": (family("mistral/sliding"), snapkv),
+    "windows that fill": (family("gemma3_text"), snapkv),
+    "streaming": (attached, lambda config: StreamingCache(config, window_size=8, num_sink_tokens=2)),
+    "streaming at distance": (
+        attached, lambda config: StreamingCache(config, window_size=8, sink_distance="window", dtype="int8")
+    ),
+    "dms": (dropping, lambda config: DMCCache(config, page_size=4)),
+    "gated": (
+        attached, lambda config: GatedCache(config, tiny_gates_folder(), threshold=0, window=6, page_size=4)
+    ),
+    "gated by hidden states": (
+        attached,
+        lambda config: GatedCache(config, hidden_gates_folder(), threshold=-1, window=40, dtype="k8v4", page_size=8),
+    ),
+}  # fmt: skip
 
 VOTING = ("voting", "default", "hidden states")
 
@@ -186,7 +235,7 @@ def test_caches_that_need_the_host_are_refused(monkeypatch):
     model = attached()
     monkeypatch.setattr(graphs, "record", record)
     for cache in (
-        StreamingCache(model.config, window_size=8),
+        GatedCache(model.config, tiny_gates_folder(), threshold=0, window=6, track=True),
         PrunedCache(model.config, SnapKV(), keep=15, every=4),
         PrunedCache(model.config, SnapKV(), keep=15, positions=kvcompress.RemoteGap(gap=4)),
     ):
@@ -210,6 +259,16 @@ def test_frequencies_that_follow_the_length_are_refused(monkeypatch):
     cache = PrunedCache(model.config, SnapKV(), keep=15)
     kvcompress.prefill(model, random_ids(30), cache)
     with pytest.raises(NotImplementedError, match="layer 0 rotates by frequencies that follow the length"):
+        StepGraph(model, cache)
+
+
+def test_layers_that_ask_for_the_length_are_refused(monkeypatch):
+    """Llama 4 scales queries by it."""
+    monkeypatch.setattr(graphs, "record", record)
+    model = family("llama4_text/chunked")()
+    cache = snapkv(model.config)
+    kvcompress.prefill(model, random_ids(30), cache)
+    with pytest.raises(NotImplementedError, match="layers of Llama4ForCausalLM ask the host how many tokens came"):
         StepGraph(model, cache)
 
 

@@ -20,7 +20,7 @@ CACHES = {
     "pruned,pruner=snapkv,window=4,keep=12": tiny_model,
     "dmc": deciding_model,
     "streaming,window_size=12,num_sink_tokens=2": tiny_model,
-    f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2": tiny_model,
+    "gated,gates=FOLDER,threshold=0,window=6,num_sink_tokens=2": tiny_model,
 }
 RECORDED = [cache for cache, make in CACHES.items() if not cache.startswith(("streaming", "gated"))]
 
@@ -33,7 +33,8 @@ def attended(config, cache, device, graphs):
         return Pretended(x) if device == "cuda" else x
 
     with torch.device(device):  # so vLLM makes its models
-        engine = Engine(Settings(cache, cuda_graphs=graphs), config, torch.float32, 16)
+        settings = Settings(cache.replace("FOLDER", tiny_gates_folder()), cuda_graphs=graphs)
+        engine = Engine(settings, config, torch.float32, 16)
     engine.recorded_most = 4 if graphs else 0
     nbytes = engine.page_nbytes * engine.counted * BLOCKS
     engine.open(there(torch.zeros(nbytes, dtype=torch.uint8)), BLOCKS)

@@ -116,10 +116,10 @@ def test_sizes_are_few():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("streaming", "layer 0 of StreamingCache .* needs the host for each token"),
-        ("gated", "layer 0 of GatedCache .* needs the host for each token"),
-        ("dms", "layer 0 of DMCCache .* needs the host for each token"),
-        ("pruned every 4", "layer 0 of PrunedCache .* needs the host for each token"),
+        ("streaming", "layer 0 of StreamingCache .* keeps more of a request than pages"),
+        ("gated", "layer 0 of GatedCache .* keeps more of a request than pages"),
+        ("dms", "layer 0 of DMCCache .* keeps more of a request than pages"),
+        ("pruned every 4", "layer 0 of PrunedCache .* keeps more of a request than pages"),
         ("pruned by hidden states", "hidden states"),
     ],
 )

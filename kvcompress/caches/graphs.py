@@ -39,10 +39,11 @@ class StepGraph:
         logits = step(ids)                             # [B, 1] -> [B, 1, vocabulary]
 
     model: attached, on a CUDA device, in evaluation mode. cache: one whose step needs nothing of the host from token to
-    token: IterativeCache, PrunedCache without `every` and RemoteGap, QuestCache, DMCCache without track (not DMS), of a
-    model without windows and recurrent layers. Where tokens vote (Replay, H2O), every 16th is launched op by op. Pages
-    are taken for as many steps as a page has slots, before the first of them; where that replaces tensors of the cache
-    (its pages or its table grow), the graph is recorded anew. What else changes the cache (further prompts, forks,
+    token: IterativeCache, QuantizedCache, PrunedCache without `every` and RemoteGap, QuestCache, StreamingCache, and
+    DMCCache (DMC, DMS) and GatedCache without track, of a model without recurrent layers. Where tokens vote (Replay,
+    H2O), every 16th is launched op by op; so is one now and then that moves a stream back. Pages are taken for as many
+    steps as a page has slots, before the first of them; where that replaces tensors of the cache (its pages, tables or
+    windows grow), the graph is recorded anew. What else changes the cache (further prompts, forks,
     crop) may come between calls. Tokens stand behind those of their own sequence, whatever padding the prompts had.
     Raises ValueError for a model that is not on a CUDA device and for a cache that has read nothing;
     NotImplementedError for a cache, a layer or a rotary embedding (dynamic, longrope) that needs the host in each step.
@@ -58,6 +59,11 @@ class StepGraph:
         device = next(model.parameters()).device
         check_records("model", device)
         cache.check_repeats()
+        if cache.facts.asks_length:
+            raise NotImplementedError(
+                f"layers of {type(model).__name__} ask the host how many tokens came before, so that no step can be "
+                "recorded"
+            )
         for facts in cache.facts.values():
             if facts.query_rotary.asks_host:
                 raise NotImplementedError(

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..hf.facts import LayerFacts
 from ..ops.softmax import Softmax
 from .formats import Format, coded, decoded, keys_and_values, named_scales
-from .layer import CompressedLayer
-from .paged import step_positions
+from .paged import StepTables, step_positions
 from .passes import CachePass
+from .repeating import RepeatingLayer
 from .ring import Ring
 
 
-class LocalLayer(CompressedLayer):
+class LocalLayer(RepeatingLayer):
     """Keys stand at the tokens' own places. window: keys that a query sees, itself included; or chunk: it sees those of
     its own chunk of so many positions. The guide of a prompt attends and is not kept. dtype: of FORMATS: what is held,
     and attended to, are codes.
@@ -97,12 +98,8 @@ class LocalLayer(CompressedLayer):
 
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
         """One token of every sequence in a single op; None, and nothing is stored, where that cannot be."""
-        facts, ring, places = step.facts[self.index], self.ring, self.places
-        if not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
-            return None
-        most = max(self.next) + 1
-        tables = facts.query_rotary.step_tables(most, self.rope_lengths, queries.device)
-        if tables is None:
+        ring, places, most = self.ring, self.places, max(self.next) + 1
+        if not step.one or (tables := self._tables(step.facts[self.index], most)) is None:
             return None
         assert ring is not None
         ring.make_room(most)
@@ -114,6 +111,39 @@ class LocalLayer(CompressedLayer):
         )[0]  # fmt: skip
         self.next = [n + 1 for n in self.next]
         return out
+
+    def _tables(self, facts: LayerFacts, rows: int) -> StepTables | None:
+        """By which an op rotates tokens at positions below rows; None where it cannot do all of a step."""
+        if facts.readers or facts.query_rotary is not facts.key_rotary:
+            return None
+        return facts.query_rotary.step_tables(rows, self.rope_lengths, self.places.device)
+
+    # ---- steps that repeat ----
+
+    @property
+    def repeats(self) -> bool:
+        return True
+
+    def prepare_steps(self) -> None:
+        if self.ring is not None:
+            self.ring.make_room(max(self.next) + 1)
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        if self.ring is None:
+            return 0
+        place = max(self.next)
+        if (tables := self._tables(facts, place + 1)) is None:
+            return 0
+        room = self.ring.steps_ahead(place)
+        return room if tables[0] is None else min(room, tables[0].shape[0] - place)
+
+    def count_step(self) -> None:
+        self.next = [place + 1 for place in self.next]
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        assert self.ring is not None
+        tables = self._tables(facts, max(self.next)) or ()
+        return tuple(x for x in (*self.ring.arrays, self.places, *tables) if x is not None)
 
     def _in_chunks(
         self, q: Tensor, k: Tensor, v: Tensor, befores: list[int], counts: tuple[int, ...], softmax: Softmax

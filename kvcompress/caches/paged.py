@@ -249,9 +249,13 @@ class PagedLayer(RepeatingLayer):
         held = (*self.opened.held_tensors(), *((self.shift,) if turn is None else (turn.shift, *turn.tables)))
         return tuple(x for x in held if x is not None)
 
-    def step_rows(self) -> dict[str, Tensor] | None:
-        """What a step reads and writes of each row, or sequence, by name; the rest is of no batch (pages, rotation).
-        None where a step has more that belongs to its batch."""
+    @property
+    def placeable(self) -> bool:
+        return self.repeats
+
+    def step_rows(self) -> dict[str, Tensor]:
+        """What a step of a placeable layer reads and writes of each row, or sequence, by name; the rest is of no batch
+        (pages, rotation)."""
         pool, shift = self.opened, self.shift
         shift = torch.zeros_like(pool.lengths) if shift is None else shift
         return {"block_table": pool.block_table, "lengths": pool.lengths, "shift": shift}

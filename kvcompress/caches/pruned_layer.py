@@ -189,8 +189,9 @@ class PrunedLayer(PagedLayer):
         if self.chooser.recent is not None:
             self.chooser.recent.count_step()
 
-    def step_rows(self) -> dict[str, Tensor] | None:
-        return super().step_rows() if self.chooser.recent is None else None
+    @property
+    def placeable(self) -> bool:
+        return self.repeats and self.chooser.recent is None
 
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
         recent, held = self.chooser.recent, super().held_tensors(facts)

@@ -98,8 +98,9 @@ class QuestLayer(PagedLayer):
             return 0  # the next step widens them
         return super().steps_ahead(facts)
 
-    def step_rows(self) -> dict[str, Tensor] | None:
-        return None  # ranges and chosen blocks are of one batch
+    @property
+    def placeable(self) -> bool:
+        return False  # ranges and chosen blocks are of one batch
 
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
         held = super().held_tensors(facts)

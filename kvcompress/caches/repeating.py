@@ -20,6 +20,12 @@ class RepeatingLayer(CompressedLayer):
     def repeats(self) -> bool:
         """Whether they can with these settings."""
 
+    @property
+    def placeable(self) -> bool:
+        """Whether steps of whoever decodes can be done again in memory that stays: step_rows has all that they read and
+        write of a sequence (see kvcompress.serve.slots)."""
+        return False
+
     @abstractmethod
     def prepare_steps(self) -> None:
         """Does on the host what a step to come would do there, as far as that can be done before it; raises
@@ -57,7 +63,7 @@ class Repeats(Summary, RecurrentStates):
             if self.recurs or not isinstance(layer, RepeatingLayer) or not layer.repeats:
                 raise NotImplementedError(
                     f"layer {index} of {type(self).__name__} ({type(layer).__name__}) needs the host for each token, "
-                    "as windows, recurrent states and what is compressed while decoding do: a step cannot be recorded"
+                    "as recurrent states and what is compressed while decoding do: a step cannot be recorded"
                 )
 
     @property

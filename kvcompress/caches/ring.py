@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .rows import BatchState
 
+EVER = 1 << 30  # steps
+
 
 class Ring(BatchState):
     """arrays: one [R, capacity, ...] for each of what a token has, R = B*H rows; capacity grows up to size.
@@ -27,6 +29,11 @@ class Ring(BatchState):
         if (wanted := min(tokens, self.size)) > held:
             more = min(self.size, max(wanted, 2 * held)) - held
             self.arrays = tuple(torch.cat([x, x.new_zeros(x.shape[0], more, *x.shape[2:])], 1) for x in self.arrays)
+
+    def steps_ahead(self, tokens: int) -> int:
+        """How many tokens more find their slots here, where the longest sequence has had so many."""
+        capacity = self.arrays[0].shape[1]
+        return EVER if capacity == self.size else capacity - tokens
 
     def slots(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, slots), int64 [R] each, of the next token of every row."""

@@ -108,9 +108,10 @@ class Room:
 
     @locked
     def prepare(self, known: bool) -> None:
-        """Sets pages aside for steps to come, as the first of them would, where none are. Not where rows share pages:
-        there the first step leaves a note on the host. known: as step takes it. Raises RuntimeError as reserve does."""
-        if not self.has_room and not self._shares:
+        """Sets pages aside for steps to come, as the first of them would, where none are. Not where rows that surely
+        grow share pages: there the first step leaves a note on the host. known: as step takes it. Raises RuntimeError
+        as reserve does."""
+        if not (self.has_room or (known and self._shares)):
             self._make_room(known)
 
     @property

@@ -20,14 +20,15 @@ from ..support.checks import MOST_INT32, need_integer, renamed
 from ..support.units import Tokens, tokens_of
 from .base import CompressedCache
 from .formats import FORMATS, Dtypes, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
-from .layer import CompressedLayer
+from .paged import StepTables
 from .passes import CachePass, Iteration, View
+from .repeating import RepeatingLayer
 from .store import PoolSettings
 
 _LEAST_BLOCK = 1024  # tokens of a prompt read at a time, or half a window if that is more: a call costs more than a key
 
 
-class StreamingLayer(CompressedLayer):
+class StreamingLayer(RepeatingLayer):
     """Rows of num_sink_tokens + window_size slots; the window is a ring.
 
     Token i of a sequence lies in slot i if i < sinks, else in slot sinks + (i - sinks) % window. Sinks are rotated at
@@ -127,10 +128,7 @@ class StreamingLayer(CompressedLayer):
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
         """One token of every sequence in a single op; None, and nothing is stored, where that cannot be."""
         facts = step.facts[self.index]
-        if not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
-            return None
-        tables = facts.key_rotary.step_tables(self._bound(), [self.sinks + self.window], queries.device)
-        if tables is None:
+        if not step.one or (tables := self._tables(facts)) is None:
             return None
         self._move_back(facts.key_rotary, 1)
         k_ring, v_ring = self._held[:2]
@@ -145,6 +143,33 @@ class StreamingLayer(CompressedLayer):
         )[0]  # fmt: skip
         self.tokens = [token + 1 for token in self.tokens]
         return out
+
+    def _tables(self, facts: LayerFacts) -> StepTables | None:
+        """By which an op rotates a step's tokens; None where it cannot do all of it."""
+        if facts.readers or facts.query_rotary is not facts.key_rotary:
+            return None
+        return facts.key_rotary.step_tables(self._bound(), [self.sinks + self.window], self.places.device)
+
+    # ---- steps that repeat ----
+
+    @property
+    def repeats(self) -> bool:
+        return True
+
+    def prepare_steps(self) -> None:
+        """The ring is moved back by the step that finds it too far."""
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        if self.keys is None or self._tables(facts) is None:
+            return 0
+        return self._bound() - max(tokens - base for tokens, base in zip(self.tokens, self.base, strict=True))
+
+    def count_step(self) -> None:
+        self.tokens = [token + 1 for token in self.tokens]
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        held = (*self._held, *(self.far or ()), self.places, self.bases, *(self._tables(facts) or ()))
+        return tuple(x for x in held if x is not None)
 
     def _rotate(self, rotary: RotaryTables, x: Tensor, positions: Tensor) -> Tensor:
         slots = self.sinks + self.window

@@ -9,7 +9,7 @@ from torch.nn import functional
 from .. import ops
 from ..caches.formats import keys_and_values, slot_nbytes
 from ..caches.passes import CachePass
-from ..caches.ring import Ring
+from ..caches.ring import EVER, Ring
 from ..caches.store import PoolSettings
 from ..hf.facts import LayerFacts
 from ..ops.softmax import Softmax
@@ -112,9 +112,48 @@ class DMSLayer(DecidingLayer):
         """The key_bias float32 [B, Hkv, T] of decisions bool [B, Hkv, T]: -inf where a token is dropped."""
         return torch.zeros(decided.shape, device=decided.device).masked_fill(self._dropped(decided), -torch.inf)
 
+    # ---- steps that repeat ----
+
     @property
     def repeats(self) -> bool:
-        return False
+        return not self.track
+
+    @property
+    def _pages_follow(self) -> bool:
+        """Whether a step's token pushes another out of some sequence's ring."""
+        return max(self.next) >= self.size
+
+    def prepare_steps(self) -> None:
+        if self.ring is not None:
+            self.ring.make_room(max(self.next) + 1)
+            if self._pages_follow:
+                super().prepare_steps()
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        if self.ring is None or min(self.next) < self.sinks:  # the host spares first tokens
+            return 0
+        place = max(self.next)
+        tables = facts.key_rotary.step_tables(place + 1, self.rope_lengths, self.places.device)
+        if tables is None:
+            return 0
+        rows = EVER if tables[0] is None else tables[0].shape[0] - place
+        room = self.opened.room if self._pages_follow else self.size - place  # then the step is another one
+        return min(self.ring.steps_ahead(place), rows, room)
+
+    def count_step(self) -> None:
+        if self._pages_follow:
+            self.opened.count_step()
+        self.next = [place + 1 for place in self.next]
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        assert self.ring is not None
+        tables = facts.key_rotary.step_tables(max(self.next), self.rope_lengths, self.places.device) or ()
+        pages = self.opened.held_tensors() if self._pages_follow else ()
+        return tuple(x for x in (*pages, *self.ring.arrays, self.places, *tables) if x is not None)
+
+    @property
+    def placeable(self) -> bool:
+        return False  # rings of all that may come would be there all the time
 
     # ---- state ----
 

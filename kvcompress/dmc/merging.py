@@ -136,9 +136,8 @@ class DMCLayer(DecidingLayer):
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
         return *super().held_tensors(facts), self.places, *self.state()
 
-    def step_rows(self) -> dict[str, Tensor] | None:
-        rows = super().step_rows()
-        return None if rows is None else rows | {"places": self.places} | self.tail._asdict()
+    def step_rows(self) -> dict[str, Tensor]:
+        return super().step_rows() | {"places": self.places} | self.tail._asdict()
 
     def place_rows(self, rows: dict[str, Tensor], *, borrowed: int | None = None) -> None:
         super().place_rows(rows, borrowed=borrowed)

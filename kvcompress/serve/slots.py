@@ -11,6 +11,7 @@ from torch import Tensor
 from ..caches.base import CompressedCache
 from ..caches.passes import CachePass
 from ..caches.pool import PagePool
+from ..caches.repeating import RepeatingLayer
 from ..caches.store import PageStore
 from ..hf.facts import Facts
 from ..ops.softmax import Softmax
@@ -24,6 +25,21 @@ def sizes_to_record(most: int) -> list[int]:
     """Of batches of up to so many sequences: few of them wait for padding."""
     sizes = {1, 2, 4, *range(8, most, 8), most}
     return sorted(size for size in sizes if size <= most)
+
+
+def check_placeable(cache: CompressedCache) -> None:
+    """Raises NotImplementedError for a cache whose requests have no Slots; empty ones are known, too."""
+    if cache.wants_entering:
+        raise NotImplementedError("a cache that looks at hidden states has no passes that can be recorded")
+    if cache.recurs:
+        raise NotImplementedError("a model with recurrent layers has no passes of many requests that can be recorded")
+    for layer in cache.own:
+        if not (isinstance(layer, RepeatingLayer) and layer.placeable):
+            raise NotImplementedError(
+                f"layer {layer.index} of {type(cache).__name__} ({type(layer).__name__}) keeps more of a request than "
+                "pages (a window, queries that vote) or compresses while decoding: passes of many requests cannot be "
+                "recorded"
+            )
 
 
 class Slots:
@@ -128,8 +144,7 @@ class Slots:
     @torch.no_grad()
     def _learned(self, cache: CompressedCache, dtype: torch.dtype) -> CompressedCache:
         """An empty cache, once it has stepped and dropped that again."""
-        if cache.wants_entering:
-            raise NotImplementedError("a cache that looks at hidden states cannot be served by recorded steps")
+        check_placeable(cache)
         step = cache.open(self.facts, [1], 1)
         for index, facts in self.facts.items():
             q, k, v = (
@@ -138,15 +153,13 @@ class Slots:
             )
             step.attend(index, q, k, v, Softmax(1.0))
         cache.end(step, None)
-        cache.check_repeats()
         cache.prepare_steps()
-        layers = paged_layers(cache)
-        if cache.steps_ahead() < 1 or any(layer.step_rows() is None for layer in layers):
+        if cache.steps_ahead() < 1:
             raise NotImplementedError(
-                f"steps of {type(cache).__name__} need the host for each token in this model, or belong to one batch: "
-                "they cannot be recorded"
+                f"steps of {type(cache).__name__} take several ops a layer in this model: passes of many requests "
+                "cannot be recorded"
             )
-        for layer in layers:
+        for layer in paged_layers(cache):
             layer.opened.drop_last(layer.opened.counts)
         return cache
 

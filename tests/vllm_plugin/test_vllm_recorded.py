@@ -67,7 +67,7 @@ def test_who_gives_pages_up_goes_on(recorded, prompts, swap):
 
 
 def test_what_cannot_be_recorded_is_refused(recorded, serve, folders, monkeypatch):
-    with pytest.raises(NotImplementedError, match="a step cannot be recorded"):
+    with pytest.raises(NotImplementedError, match="passes of many requests cannot be recorded"):
         recorded("streaming,window_size=60")
     with pytest.raises(ValueError, match=r"cudagraph_mode must be NONE .* cuda_graphs = True"):
         serve(folders["plain"], "dense", compilation_config={"cudagraph_mode": "FULL"})

@@ -23,7 +23,7 @@ from ..prefixes import check_prefixes
 from ..requests import Requests
 from ..served import cache_maker, check_served
 from ..served_pass import Part, ServedPass
-from ..slots import sizes_to_record
+from ..slots import check_placeable, sizes_to_record
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Engine:
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         if settings.cuda_graphs:
-            empty.check_repeats()
+            check_placeable(empty)
         self.whole = is_read_whole(empty)
         self.one_pass = last_part(empty) is None  # a prompt must come in one
         check_prefixes(settings.prefixes, self.one_pass)

@@ -160,7 +160,7 @@ def warmed(work: Work) -> Work:
 
 
 def can_be_recorded(cache: CompressedCache) -> bool:
-    """Whether its steps need nothing of the host; those of windows, DMS and PoD do, and are timed op by op."""
+    """Whether its steps need nothing of the host; PoD's do, and are timed op by op."""
     try:
         cache.check_repeats()
     except NotImplementedError:

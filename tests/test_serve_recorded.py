@@ -85,14 +85,19 @@ def test_prompts_that_begin_alike_share_pages(tapes):
     assert metrics["prefix_tokens"] > 0 and "recorded" in tapes
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3/partial"])
-def test_families_whose_step_is_another(tapes, family):
-    """Learned positions, norms before the rotation, and rotation of some coordinates."""
-    family = family if family in CONFIGURATIONS else family.split("/")[0]
-    model, prompts = CONFIGURATIONS[family].model(), prompts_of(LENGTHS[:4])
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [
+        ("gpt2", "dense"), ("qwen3", "pruned"), ("gemma3_text/sliding", "pruned"), ("gpt_oss/sliding", "quantized"),
+        ("gemma2/softcap", "dense"), ("gemma2", "dense"),
+    ],
+)  # fmt: skip
+def test_families_whose_step_is_another(tapes, family, cache):
+    """Learned positions, norms before the rotation, softcap, sinks; windows that are full, or fill meanwhile."""
+    model, prompts, cache = CONFIGURATIONS[family].model(), prompts_of(LENGTHS), CACHES[cache][0]
     model.config.pad_token_id = None  # else GPT-2 looks for it among the ids, unless a GPU records
-    found, *_ = served(model, "dense", prompts, [12] * 4, pages=600, requests=4, batch_tokens=48, cuda_graphs=True)
-    assert found == all_alone(model, "dense", prompts, [12] * 4) and "recorded" in tapes
+    found, *_ = served(model, cache, prompts, [14] * 7, pages=600, requests=4, batch_tokens=48, cuda_graphs=True)
+    assert found == all_alone(model, cache, prompts, [14] * 7) and "recorded" in tapes
 
 
 def test_padding_takes_one_page_and_requests_find_all_others(tapes):
@@ -113,6 +118,11 @@ def test_sizes_are_few():
     assert sizes_to_record(20) == [1, 2, 4, 8, 16, 20] and len(sizes_to_record(256)) == 35
 
 
+def test_a_model_of_windows_alone_is_refused(tapes):
+    with pytest.raises(NotImplementedError, match="all of whose layers see windows"):
+        batching(CONFIGURATIONS["mistral/sliding"].model(), pages=600, cuda_graphs=True)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -120,7 +130,7 @@ def test_sizes_are_few():
         ("gated", "layer 0 of GatedCache .* keeps more of a request than pages"),
         ("dms", "layer 0 of DMCCache .* keeps more of a request than pages"),
         ("pruned every 4", "layer 0 of PrunedCache .* keeps more of a request than pages"),
-        ("pruned by hidden states", "hidden states"),
+        ("gated by hidden states", "looks at hidden states"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(tapes, name, message):

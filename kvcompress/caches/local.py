@@ -145,6 +145,22 @@ class LocalLayer(RepeatingLayer):
         tables = self._tables(facts, max(self.next)) or ()
         return tuple(x for x in (*self.ring.arrays, self.places, *tables) if x is not None)
 
+    @property
+    def placeable(self) -> bool:
+        return True
+
+    def step_rows(self) -> dict[str, Tensor]:
+        assert self.ring is not None
+        self.ring.make_room(self.size)
+        return {f"ring {i}": x for i, x in enumerate(self.ring.arrays)} | {"places": self.places}
+
+    def place_rows(self, rows: dict[str, Tensor], *, borrowed: int | None = None) -> None:
+        assert self.ring is not None
+        self.ring.arrays = tuple(rows[f"ring {i}"] for i in range(len(self.ring.arrays)))
+        self.places = rows["places"]
+        if borrowed is not None:
+            self.next = [borrowed] * len(self.next)
+
     def _in_chunks(
         self, q: Tensor, k: Tensor, v: Tensor, befores: list[int], counts: tuple[int, ...], softmax: Softmax
     ) -> Tensor:

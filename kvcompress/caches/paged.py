@@ -254,15 +254,11 @@ class PagedLayer(RepeatingLayer):
         return self.repeats
 
     def step_rows(self) -> dict[str, Tensor]:
-        """What a step of a placeable layer reads and writes of each row, or sequence, by name; the rest is of no batch
-        (pages, rotation)."""
         pool, shift = self.opened, self.shift
         shift = torch.zeros_like(pool.lengths) if shift is None else shift
         return {"block_table": pool.block_table, "lengths": pool.lengths, "shift": shift}
 
     def place_rows(self, rows: dict[str, Tensor], *, borrowed: int | None = None) -> None:
-        """That lies in these tensors from now on, as step_rows gave it. borrowed: it is another layer's over the same
-        store, and this one, which holds nothing, takes steps in its place, of tokens that stand at most there."""
         pool = self.opened
         if borrowed is None:
             pool.place(rows["block_table"], rows["lengths"])

@@ -26,6 +26,16 @@ class RepeatingLayer(CompressedLayer):
         write of a sequence (see kvcompress.serve.slots)."""
         return False
 
+    def step_rows(self) -> dict[str, Tensor]:
+        """What a step of a placeable layer reads and writes of each row, or sequence, by name; the rest is of no batch
+        (pages, rotation)."""
+        raise NotImplementedError(f"{type(self).__name__} is not placeable")
+
+    def place_rows(self, rows: dict[str, Tensor], *, borrowed: int | None = None) -> None:
+        """That lies in these tensors from now on, as step_rows gave it. borrowed: it is another layer's over the same
+        store, and this one, which holds nothing, takes steps in its place, of tokens that stand at most there."""
+        raise NotImplementedError(f"{type(self).__name__} is not placeable")
+
     @abstractmethod
     def prepare_steps(self) -> None:
         """Does on the host what a step to come would do there, as far as that can be done before it; raises

@@ -452,9 +452,9 @@ def batching(
     swap: bytes of the host's memory, as memory says them, for what requests hold that give their pages up; None = an
     eighth of the pages', 0 = they are read again.
     cuda_graphs: whether passes in which all requests decode are launched as a whole, recorded once for each of some
-    sizes of the batch; they take a page, and tables for as many requests as there may be. For dense, quantized and DMC
-    caches, and pruned ones that ask nothing while decoding, of models on a GPU without windows and recurrent layers;
-    NotImplementedError for others.
+    sizes of the batch; they take a page, and tables and windows for as many requests as there may be. For dense,
+    quantized and DMC caches, and pruned ones that ask nothing while decoding, of models on a GPU without recurrent
+    layers; NotImplementedError for others.
     Without max_new_tokens an answer is as long as that of model.generate (20 tokens, where no config says otherwise).
     Out of pages, the request that came last waits, and goes on from what swap kept of it; one that cannot fit alone
     fails with an error that says so. Raises ValueError for caches, settings and models that cannot be served,

@@ -27,6 +27,11 @@ def sizes_to_record(most: int) -> list[int]:
     return sorted(size for size in sizes if size <= most)
 
 
+def _width(every: Sequence[dict[str, Tensor]]) -> int:
+    """Of the widest table of pages."""
+    return max((rows["block_table"].shape[1] for rows in every if "block_table" in rows), default=0)
+
+
 def check_placeable(cache: CompressedCache) -> None:
     """Raises NotImplementedError for a cache whose requests have no Slots; empty ones are known, too."""
     if cache.wants_entering:
@@ -37,9 +42,11 @@ def check_placeable(cache: CompressedCache) -> None:
         if not (isinstance(layer, RepeatingLayer) and layer.placeable):
             raise NotImplementedError(
                 f"layer {layer.index} of {type(cache).__name__} ({type(layer).__name__}) keeps more of a request than "
-                "pages (a window, queries that vote) or compresses while decoding: passes of many requests cannot be "
+                "pages and the model's windows, or compresses while decoding: passes of many requests cannot be "
                 "recorded"
             )
+    if not paged_layers(cache):
+        raise NotImplementedError("a model all of whose layers see windows has no passes that can be recorded")
 
 
 class Slots:
@@ -79,7 +86,7 @@ class Slots:
     def place(self, cache: CompressedCache) -> int:
         """The rows of a cache of at most sizes[-1] sequences lie here from now on. Returns the position of the token
         that comes last of all."""
-        layers, n = paged_layers(cache), cache.batch_size
+        layers, n = cache.own, cache.batch_size
         last = max(max(layer.next) for layer in layers)
         if self._placed is not cache:
             self.let_go()
@@ -87,7 +94,7 @@ class Slots:
                  for name, x in layer.step_rows().items()):  # fmt: skip
             return last
         found = [layer.step_rows() for layer in layers]
-        if (width := max(rows["block_table"].shape[1] for rows in found)) > self._memory[0]["block_table"].shape[1]:
+        if (width := _width(found)) > _width(self._memory):
             self._make(width)
         self._rows = []
         for layer, rows, memory in zip(layers, found, self._memory, strict=True):
@@ -109,7 +116,7 @@ class Slots:
     def let_go(self) -> None:
         """What is placed goes on elsewhere: it may outlive its place."""
         if self._placed is not None:
-            for layer in paged_layers(self._placed):
+            for layer in self._placed.own:
                 layer.place_rows({name: x.clone() for name, x in layer.step_rows().items()})
         self._placed, self._rows = None, []
 
@@ -125,7 +132,7 @@ class Slots:
             cache = self.caches[size] = self.cache.fork()
             cache.adopt(self.decoder, self.facts)
             cache.select_sequences([0] * size)
-        for layer, memory in zip(paged_layers(cache), self._memory, strict=True):
+        for layer, memory in zip(cache.own, self._memory, strict=True):
             rows = {name: x[: size * (len(x) // self.sizes[-1])] for name, x in memory.items()}
             layer.place_rows(rows, borrowed=place)
         ahead = cache.steps_ahead()
@@ -167,8 +174,8 @@ class Slots:
     def _make(self, width: int) -> None:
         """Memory for tables that are twice as wide as those that are there, at least."""
         self.let_go()
-        most, layers = self.sizes[-1], paged_layers(self.cache)
-        width = max(width, 2 * self._memory[0]["block_table"].shape[1] if self._memory else 1)
+        most, layers = self.sizes[-1], self.cache.own
+        width = max(width, 2 * _width(self._memory))
         found = [layer.step_rows() for layer in layers]
         counts = [len(rows[name]) for rows in found for name in _ADVANCING if name in rows]
         self._advanced = torch.zeros(sum(counts) * most, dtype=torch.int32, device=self.padding.lengths.device)
@@ -192,7 +199,9 @@ class Slots:
         self._most.fill_(_MOST)
         for memory, ends in zip(self._memory, self._ends, strict=True):
             for name, x in memory.items():
-                x[n * (len(x) // most) :] = _ADVANCING.get(name, 0)
-            memory["block_table"][n * (len(memory["block_table"]) // most) :, :1] = self.padding.block_table
+                if x.dtype == torch.int32:  # keys and such may be any
+                    x[n * (len(x) // most) :] = _ADVANCING.get(name, 0)
+            if (table := memory.get("block_table")) is not None:
+                table[n * (len(table) // most) :, :1] = self.padding.block_table
             for name, end in ends.items():
                 end[n * (len(end) // most) :] = _ADVANCING[name]

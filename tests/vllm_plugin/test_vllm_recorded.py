@@ -73,6 +73,8 @@ def test_what_cannot_be_recorded_is_refused(recorded, serve, folders, monkeypatc
         serve(folders["plain"], "dense", compilation_config={"cudagraph_mode": "FULL"})
     with pytest.raises(ValueError, match="block_size must be at least 2"):
         recorded("dense", block_size=1)
+    with pytest.raises(ValueError, match="enable_lora must be False with cuda_graphs = True, got True"):
+        recorded("dense", enable_lora=True)
     with pytest.raises(ValueError, match="cuda_graphs must be True or False, got 1"):
         serve(folders["plain"], "dense", cuda_graphs=1)
     monkeypatch.setattr(graphs, "record", graphs._RECORD)

@@ -84,6 +84,7 @@ def configure(vllm_config: Any, settings: Settings) -> None:
         check_records("model", torch.device(current_platform.device_type))
         reason = "cuda_graphs = True"
         _must_be("enable_prompt_embeds", model.enable_prompt_embeds, (False,), reason)
+        _must_be("enable_lora", vllm_config.lora_config is not None, (False,), reason)  # a recording has one or none
     if current_platform.is_cpu() and parallel.worker_cls in ("auto", CPU_WORKER):
         parallel.worker_cls = "kvcompress.serve.vllm.worker.CompressedWorker"
     if envs.VLLM_USE_V2_MODEL_RUNNER:

@@ -1,11 +1,15 @@
 """Steps of vLLM's in which all requests decode, recorded: a tape of operations stands for the CUDA graph."""
 
+from dataclasses import replace
+
 import pytest
 from conftest import alone
 from tape import recorder
-from test_vllm_serving import PRUNED, example
+from test_vllm_serving import PROMPTS, PRUNED, example
 from vllm.model_executor.layers.attention import Attention
 
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from benchmarks.quality.parts.families_models import BASE
 from kvcompress.caches import graphs
 from kvcompress.serve.slots import Slots
 
@@ -24,8 +28,9 @@ def recorded(serve, folders, monkeypatch):
     monkeypatch.setattr(Slots, "__init__", lambda self, *args: (slots.append(self), made(self, *args))[1])
     monkeypatch.setattr(graphs, "record", recorder(changed))
 
-    def make(cache, **given):
-        served = serve(folders["dmc" if cache.startswith("dmc") else "plain"], cache, cuda_graphs=True, **given)
+    def make(cache, folder=None, **given):
+        folder = folder or folders["dmc" if cache.startswith("dmc") else "plain"]
+        served = serve(folder, cache, cuda_graphs=True, **given)
         layers = served.config.compilation_config.static_forward_context.values()
         for layer in layers:
             layer.use_direct_call = True
@@ -53,6 +58,27 @@ def test_tokens_are_those_of_generate_alone(recorded, prompts, cache):
     assert served.engine.requests.store.refs.sum() == 1  # padding's page
     made = recordings(served)
     assert 1 <= made.count <= 8 and made._warm
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("gemma3_text/sliding", "dense"), ("gpt_oss/sliding", PRUNED), ("llama4_text/chunked", "dense"),
+        ("opt", PRUNED), ("glm", "dense"),
+    ],
+)  # fmt: skip
+def test_kinds_of_layers_give_the_tokens_of_transformers(recorded, tmp_path, monkeypatch, name, cache):
+    """Windows, sinks, chunks, learned positions, and transformers' own code in vLLM."""
+    for field, value in {"hidden_size": 128, "head_dim": 32}.items():  # that vLLM has attention for
+        monkeypatch.setitem(BASE, field, value)
+    more = {"num_experts_per_tok": 1, "floor_scale": 10**6}  # vLLM tunes no temperature here
+    model = replace(CONFIGURATIONS[name], settings=CONFIGURATIONS[name].settings | more).model(seed=1)
+    model.save_pretrained(tmp_path)
+    prompts, new = [*PROMPTS, PROMPTS[0][:20]], [30, 12, 25, 40]
+    wanted = alone(model, cache, prompts, new)  # first: vLLM changes classes of transformers that it runs itself
+    served = recorded(cache, tmp_path, max_num_seqs=3)
+    assert served.generate(prompts, new)[0] == wanted
+    assert recordings(served).count and served.engine.requests.pages_in_use() == 0
 
 
 @pytest.mark.parametrize("swap", ["1GiB", 0])

@@ -34,7 +34,7 @@ def recorder(changed):
     """In the place of graphs.record: the operations are undone, what they changed with them; the host has counted the
     step. changed: gives all tensors that a step may change."""
 
-    def record(run, device, pool=None):
+    def record(run, device, pool=None, stream=None):
         tape, tensors = Tape(), changed()
         before = [x.clone() for x in tensors]
         with tape:

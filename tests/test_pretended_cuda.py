@@ -154,7 +154,7 @@ def test_requests_that_decode_together_do_not_wait(models, name, cache):
     def decoded(device):
         model, waits, logits = models[device, name], [], []
         requests = served_requests(model, cache, torch.device(device))
-        recordings = Recordings(requests.slots, torch.device(device), lambda size: run(size))
+        recordings = Recordings(model, requests.slots, torch.device(device), lambda size: run(size))
 
         def run(size):
             given = {"past_key_values": requests.slots.caches[size], "use_cache": True}

@@ -142,3 +142,9 @@ def test_a_model_that_keeps_its_states_itself_is_refused():
     with pytest.raises(ValueError, match="model must hand its recurrent states to a cache to be served"):
         batching(model, DENSE, pages=100)
     assert not is_attached(model)
+
+
+def test_a_module_that_is_several_layers_is_refused():
+    """What it is next, only a cache says, and passes of many requests have none."""
+    with pytest.raises(ValueError, match="model must have an attention module for each layer to be served"):
+        batching(CONFIGURATIONS["hrm_text"].model(), DENSE, pages=600)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..hf.argument import CACHE
 from .base import CompressedCache
@@ -15,15 +17,40 @@ from .base import CompressedCache
 WARM = 2  # steps that run before one is recorded: libraries take their workspaces then
 
 
-def record(run: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Callable[[], None], Any]:
+def record(
+    run: Callable[[], Any], device: torch.device, pool: Any = None, stream: Any = None
+) -> tuple[Callable[[], None], Any]:
     """What does again on the device what run() does there, and run's results, into which it goes. Nothing is done
-    yet. pool: memory that recordings share which are never done at once (torch.cuda.graph_pool_handle)."""
-    with torch.cuda.device(device):  # PyTorch's own stream for recording is one of the device that was first
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            results = run()
+    yet. pool, stream: memory and a stream that recordings share which are never done at once
+    (torch.cuda.graph_pool_handle), None = of their own."""
+    collects = gc.isenabled()
+    gc.disable()  # it may come upon an older graph, which cannot go meanwhile
+    try:
+        with torch.cuda.device(device):  # PyTorch's own stream for recording is one of the device that was first
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(device) if stream is None else stream
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                results = run()
+    finally:
+        if collects:
+            gc.enable()
     return graph.replay, results
+
+
+class AsksNothing(TorchDispatchMode):
+    """Raises NotImplementedError for an operation by which the host asks a device for a number."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS:
+            raise NotImplementedError(
+                f"the model asks the device in each step ({func.name()}), so that none can be recorded"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_ASKS = tuple(
+    getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero")
+)
 
 
 def check_records(name: str, device: torch.device) -> None:

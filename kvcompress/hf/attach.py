@@ -201,6 +201,7 @@ def _learned(model: nn.Module, decoder: Any, runs: bool = True) -> tuple[Facts, 
             decoder(input_ids=tokens.expand(ROWS, -1), use_cache=True, **given)
             facts = probe.facts(tolerance)
             facts.asks_length, facts.crosses = cache.asked, crosses
+            facts.loops = len(probe.attending) < len(facts)
             THREAD.now.probe = None
             if recurs(layers):
                 facts.reads_chunks, facts.hands_states = _recurrence(decoder, tokens, tolerance)

@@ -119,7 +119,8 @@ class Facts(dict[int, LayerFacts]):
     whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
     asks_length: whether layers ask the cache how many tokens came before, which is one number for a whole batch.
     hands_states: whether recurrent layers hand their states to the cache; some families keep them in the model.
-    crosses: whether layers attend to an encoder besides.
+    crosses: whether layers attend to an encoder besides. loops: whether an attention module serves several layers,
+    which only a cache tells apart.
     outputs: the output projections by layer, where something has asked for them.
     """
 
@@ -128,6 +129,7 @@ class Facts(dict[int, LayerFacts]):
     takes_positions = True
     asks_length = False
     crosses = False
+    loops = False
     outputs: Mapping[int, OutputLayer] = MappingProxyType({})
 
     def check_alone(self, wish: str) -> None:

@@ -21,6 +21,7 @@ from ..caches.store import PoolSettings
 from ..hf.argument import CACHE
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
+from ..hf.facts import Facts
 from ..hf.method import method_of
 from ..hf.now import coming
 from ..support.checks import MOST_INT32, need_integer, renamed
@@ -96,18 +97,30 @@ class _Recorded:
     def __init__(self, model: Any, slots: Slots, device: torch.device) -> None:
         self.model, self.slots = model, slots
         self.tokens = torch.zeros(2, slots.sizes[-1], 1, dtype=torch.long, device=device)  # ids and positions
-        self.recordings = Recordings(slots, device, self._run)
+        self.recordings = Recordings(model, slots, device, self._run)
 
     def _supports_logits_to_keep(self) -> bool:
-        """As transformers asks a model: logits are those of the tokens that it wants."""
-        return True
+        """As transformers asks the model, once for all its passes."""
+        asked = getattr(self.model, "_supports_logits_to_keep", None)
+        return asked is not None and bool(asked())
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **other: Any) -> Any:
-        """input_ids, position_ids: [1, n]. logits_to_keep: int [m]. Returns what has logits, [1, m, V]."""
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | None = None, **other: Any
+    ) -> Any:
+        """input_ids, position_ids: [1, n]. logits_to_keep: int [m], of these tokens; None = all. Returns what has
+        logits, [1, m, V]."""
         n = input_ids.shape[1]
         self.tokens[0, :n], self.tokens[1, :n] = input_ids.T, position_ids.T
         self.current.turn = -1
-        return SimpleNamespace(logits=self.recordings.step(self.current)[None, logits_to_keep])
+        logits = self.recordings.step(self.current)[None]
+        return SimpleNamespace(logits=logits[:, :n] if logits_to_keep is None else logits[:, logits_to_keep])
+
+    def try_out(self, facts: Facts) -> None:
+        """Raises NotImplementedError for a model whose step cannot be recorded."""
+        self.current = ServedPass(facts, None, ())
+        self.current.size, self.current.turn = self.slots.sizes[0], -1
+        with coming(self.current), torch.inference_mode():
+            self.recordings.try_out(self.current)
 
     def _run(self, size: int) -> Tensor:
         """Logits [size, V]."""
@@ -335,6 +348,8 @@ class Batching:
         attach(model)
         try:
             self.served = self._requests(pages)
+            if self.served.slots is not None:
+                _Recorded(model, self.served.slots, self.served.store.refs.device).try_out(self.served.facts)
         except BaseException:
             detach(model)
             raise

@@ -106,6 +106,8 @@ class Requests(Taken):
     def settle(self) -> None:
         """Lets go of those who left, adds those whose prompts are read to those who decode, and counts free pages."""
         if self._gone:
+            if self.slots is not None and (self._ended or self._giving_up):
+                self.slots.let_go()  # a fork would copy the place of all that may come
             for request in self._gone & self._ended.keys():
                 assert self._running is not None
                 self.prompts.keep_ended(*self._ended[request], self._running, self.decoding.index(request))

@@ -63,6 +63,10 @@ def check_served(cache: CompressedCache, facts: Facts, method: Method | None) ->
             )
     if not facts.hands_states:
         raise ValueError("model must hand its recurrent states to a cache to be served: this one keeps them itself")
+    if facts.loops:
+        raise ValueError(
+            "model must have an attention module for each layer to be served: one of this one's has several"
+        )
     if any(own.indexer is not None for own in facts.values()):
         raise ValueError("model must attend to all tokens to be served: layers of this one choose some by an indexer")
     if not facts.takes_positions or facts.asks_length:

@@ -32,14 +32,20 @@ def _width(every: Sequence[dict[str, Tensor]]) -> int:
     return max((rows["block_table"].shape[1] for rows in every if "block_table" in rows), default=0)
 
 
-def check_placeable(cache: CompressedCache) -> None:
-    """Raises NotImplementedError for a cache whose requests have no Slots; empty ones are known, too."""
+def check_placeable(cache: CompressedCache, facts: Facts) -> None:
+    """Raises NotImplementedError for a cache whose requests have no Slots, or a model; empty ones are known, too."""
+    for own in facts.values():
+        if own.query_rotary.asks_host:
+            raise NotImplementedError(
+                f"layer {own.index} rotates by frequencies that follow the length (dynamic, longrope): passes of many "
+                "requests cannot be recorded"
+            )
     if cache.wants_entering:
         raise NotImplementedError("a cache that looks at hidden states has no passes that can be recorded")
     if cache.recurs:
         raise NotImplementedError("a model with recurrent layers has no passes of many requests that can be recorded")
     for layer in cache.own:
-        if not (isinstance(layer, RepeatingLayer) and layer.placeable):
+        if not (isinstance(layer, RepeatingLayer) and layer.placeable and layer.index in facts):
             raise NotImplementedError(
                 f"layer {layer.index} of {type(cache).__name__} ({type(layer).__name__}) keeps more of a request than "
                 "pages and the model's windows, or compresses while decoding: passes of many requests cannot be "
@@ -151,7 +157,7 @@ class Slots:
     @torch.no_grad()
     def _learned(self, cache: CompressedCache, dtype: torch.dtype) -> CompressedCache:
         """An empty cache, once it has stepped and dropped that again."""
-        check_placeable(cache)
+        check_placeable(cache, self.facts)
         step = cache.open(self.facts, [1], 1)
         for index, facts in self.facts.items():
             q, k, v = (

@@ -99,6 +99,9 @@ def test_what_cannot_be_recorded_is_refused(recorded, serve, folders, monkeypatc
         serve(folders["plain"], "dense", compilation_config={"cudagraph_mode": "FULL"})
     with pytest.raises(ValueError, match="block_size must be at least 2"):
         recorded("dense", block_size=1)
+    dynamic = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+    with pytest.raises(NotImplementedError, match="frequencies that follow the length"):
+        recorded("dense", hf_overrides=dynamic)
     with pytest.raises(ValueError, match="enable_lora must be False with cuda_graphs = True, got True"):
         recorded("dense", enable_lora=True)
     with pytest.raises(ValueError, match="cuda_graphs must be True or False, got 1"):

@@ -94,7 +94,7 @@ class Engine:
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         if settings.cuda_graphs:
-            check_placeable(empty)
+            check_placeable(empty, self.facts)
         self.whole = is_read_whole(empty)
         self.one_pass = last_part(empty) is None  # a prompt must come in one
         check_prefixes(settings.prefixes, self.one_pass)

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.worker.workspace import is_workspace_manager_initialized, lock_workspace
 
 from ...hf.facts import LayerFacts
 from ...hf.probe import like
@@ -116,18 +117,23 @@ class Compressed:
         if not hasattr(self, "_recorded"):
             assert engine.requests.slots is not None
             model = functools.partial(whole, *args, **kwargs)
-            self._recorded = Recorded(model, engine.requests.slots, input_ids, positions)
+            self._recorded = Recorded(self, model, engine.requests.slots, input_ids, positions)
         return self._recorded.step(engine, input_ids, positions)
 
 
 class Recorded:
     """Steps of a model of vLLM's over input_ids [n] and positions [..., n]."""
 
-    def __init__(self, model: Callable[..., Any], slots: Slots, input_ids: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, model: Any, whole: Callable[..., Any], slots: Slots, input_ids: Tensor, positions: Tensor
+    ) -> None:
+        """whole: the call of the model as vLLM has it."""
         most = slots.sizes[-1]
-        self.model = model
+        self.model = whole
+        if is_workspace_manager_initialized():
+            lock_workspace()  # as vLLM does where it records: what grows later moves
         self.ids, self.places = input_ids.new_zeros(most), positions.new_zeros(*positions.shape[:-1], most)
-        self.recordings = Recordings(slots, input_ids.device, self._run)
+        self.recordings = Recordings(model, slots, input_ids.device, self._run)
 
     def step(self, engine: Engine, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states [n, hidden]."""

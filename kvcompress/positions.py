@@ -141,8 +141,11 @@ class RotaryTables:
         joint_tables has them, the same objects until they grow; None where step_tables says it all, or nothing can."""
         return None
 
-    def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(cos, sin, offsets) for an op that takes one pair of tables for several sequences.
+    def joint_tables(
+        self, rows: int, lengths: list[int], device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor | None] | tuple[None, None, None]:
+        """(cos, sin, offsets) for an op that takes one pair of tables for several sequences; None each where nothing
+        turns.
 
         lengths: keys in sight of each sequence. offsets: int32 [B, 1], to be added to the positions of each, which are
         below rows; None = 0: all have the same frequencies.
@@ -296,6 +299,9 @@ class Unrotated(RotaryTables):
 
     def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[None, None]:
         return None, None
+
+    def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[None, None, None]:
+        return None, None, None
 
     def _moved(self, x: Tensor, distance: Tensor, bound: int, length: int, *, inverse: bool) -> Tensor:
         return x

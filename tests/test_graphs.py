@@ -73,6 +73,17 @@ def family(name):
     return make
 
 
+def unrotated(**fields):
+    """Some of its layers turn nothing."""
+
+    def make():
+        model = family("smollm3/no_rope")()
+        dmc.convert(model, dmc.DMCConfig(shift=0.0, **fields), anneal=False)
+        return model
+
+    return make
+
+
 def snapkv(config):
     return PrunedCache(config, SnapKV(window=4), keep=15, page_size=8)
 
@@ -97,6 +108,8 @@ CASES = {
         attached, lambda config: StreamingCache(config, window_size=8, sink_distance="window", dtype="int8")
     ),
     "dms": (dropping, lambda config: DMCCache(config, page_size=4)),
+    "dmc without rotation": (unrotated(), lambda config: DMCCache(config, page_size=16)),
+    "dms without rotation": (unrotated(mode="dms", dms_window=9), lambda config: DMCCache(config, page_size=16)),
     "gated": (
         attached, lambda config: GatedCache(config, tiny_gates_folder(), threshold=0, window=6, page_size=4)
     ),

@@ -78,8 +78,8 @@ class Recordings:
         return self.slots.moved, *addresses
 
     def _open(self, current: ServedPass, size: int) -> tuple[int, list[Tensor]]:
-        current.together, end, held = self.slots.step(size, current.place)
-        current.decoding = size
+        together, end, held = self.slots.step(size, current.place)
+        current.fill(together)
         return end, held
 
     def _record(self, current: ServedPass, size: int) -> Recording:

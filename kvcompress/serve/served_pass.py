@@ -35,8 +35,8 @@ class ServedPass(Pass):
     queries, keys and values of one that are not finite are zeros to it, and that request fails alone at the end.
 
     size: where those who decode are taken a step by a recording, or as one would (see Slots): of how many sequences,
-    those of padding behind their own; None = they are not. place: below which their tokens stand. What they attend by
-    is filled in where they run op by op.
+    those of padding behind their own; None = they are not. place: where their tokens stand at most. fill() says what
+    they attend by, where they run op by op.
 
     turn: where the tokens come in several forward passes (see apart), which of them it is: -1 = those that decode,
     [n, 1], i = part i, [1, tokens]; None = all come in one.

@@ -26,6 +26,7 @@ from kvcompress import (
 )
 from kvcompress.caches import graphs
 from kvcompress.caches.base import CompressedCache
+from kvcompress.caches.ring import Ring
 from kvcompress.hf.attach import base_model
 from kvcompress.pruners import Replay, SnapKV
 
@@ -101,6 +102,7 @@ CASES = {
     "window": (merging, lambda config: DMCCache(config, page_size=16)),
     "windows": (family("gemma3_text/sliding"), snapkv),
     "windows with sinks": (family("gpt_oss/sliding"), lambda config: QuantizedCache(config, "int8", page_size=8)),
+    "windows of neighbours": (family("cohere2/sliding"), snapkv),
     "windows alone": (family("mistral/sliding"), snapkv),
     "windows that fill": (family("gemma3_text"), snapkv),
     "streaming": (attached, lambda config: StreamingCache(config, window_size=8, num_sink_tokens=2)),
@@ -285,6 +287,35 @@ def test_layers_that_ask_for_the_length_are_refused(monkeypatch):
         StepGraph(model, cache)
 
 
+def test_layers_that_read_others_keys_are_refused(monkeypatch):
+    monkeypatch.setattr(graphs, "record", record)
+    model = family("gemma3n_text/shared")()
+    cache = snapkv(model.config)
+    kvcompress.prefill(model, random_ids(30), cache)
+    with pytest.raises(NotImplementedError, match=r"layer \d reads the keys of layer \d"):
+        StepGraph(model, cache)
+
+
+@torch.inference_mode()
+def test_what_the_host_hands_over_in_a_step_is_seen():
+    host, device = torch.ones(3), torch.empty(3, device="meta")
+    for copies in (lambda: host.to("meta"), lambda: device.copy_(host)):
+        with pytest.raises(NotImplementedError, match="copies between the host and the device"), graphs.AsksNothing():
+            copies()
+    with graphs.AsksNothing():
+        host.to(torch.float64)
+        device.to(torch.float64)
+
+
+@torch.no_grad()
+def test_windows_that_grow_in_a_step_are_usable_after_it():
+    """StepGraph works in inference mode; images in a batch take ops that write to rings outside of it."""
+    ring = Ring(8, [torch.ones(1, 1, 0, 4)])
+    with torch.inference_mode():
+        ring.make_room(3)
+    ring.put([torch.ones(1, 1, 1, 4)], *ring.slots(torch.zeros(1, 1, dtype=torch.int32)))
+
+
 def test_what_cannot_be_recorded_is_named():
     model = attached()
     cache = PrunedCache(model.config, SnapKV(), keep=15)
@@ -295,3 +326,14 @@ def test_what_cannot_be_recorded_is_named():
         StepGraph(model, cache)
     with pytest.raises(TypeError, match="cache must be a cache of kvcompress, got list"):
         StepGraph(model, [])
+
+
+def test_an_emptied_cache_is_named(recorded):
+    model = attached()
+    cache = PrunedCache(model.config, SnapKV(), keep=15)
+    kvcompress.prefill(model, random_ids(30), cache)
+    CACHE.append(cache)
+    step = StepGraph(model, cache)
+    cache.reset()
+    with pytest.raises(ValueError, match="cache must hold a prompt, got one that was emptied"):
+        step(random_ids(1))

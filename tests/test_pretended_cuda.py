@@ -107,6 +107,17 @@ def test_positions_that_keys_hold_are_on_the_device(name):
     assert sum(not names for names in waits) >= NEW - 2, waits
 
 
+@pytest.mark.parametrize("family", ["cohere2/sliding", "glm"])
+def test_a_step_copies_nothing_from_the_host(family):
+    """The order in which a family pairs coordinates is on the device; windows ask nothing either."""
+    with kvcompress.attach(CONFIGURATIONS[family].model()) as model:
+        expected, _ = decoded(model, SPECS["snapkv"], "cpu")
+    with PretendedCuda(), kvcompress.attach(moved(CONFIGURATIONS[family].model())) as model:
+        found, waits = decoded(model, SPECS["snapkv"], "cuda")
+    torch.testing.assert_close(found, expected)
+    assert sum(not names for names in waits) >= NEW - 2, waits
+
+
 IMAGES = {
     "snapkv": "pruned,pruner=snapkv,window=8,keep=0.5",
     "replay": "pruned,pruner=replay,keep=0.5,budget=globaltopk",

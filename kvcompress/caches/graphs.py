@@ -38,19 +38,30 @@ def record(
 
 
 class AsksNothing(TorchDispatchMode):
-    """Raises NotImplementedError for an operation by which the host asks a device for a number."""
+    """Raises NotImplementedError for an operation by which the host asks a device for a number, or that copies between
+    memory of the host that is not pinned and a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKS:
             raise NotImplementedError(
                 f"the model asks the device in each step ({func.name()}), so that none can be recorded"
             )
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _COPIES:
+            both = [x for x in (*args, out) if isinstance(x, Tensor)]
+            host = [x for x in both if x.device.type == "cpu"]
+            if host and len(host) < len(both) and not all(x.is_pinned() for x in host):
+                raise NotImplementedError(
+                    f"the model copies between the host and the device in each step ({func.name()}), so that none can "
+                    "be recorded"
+                )
+        return out
 
 
 _ASKS = tuple(
     getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero")
 )
+_COPIES = torch.ops.aten.to, torch.ops.aten._to_copy, torch.ops.aten.copy_
 
 
 def check_records(name: str, device: torch.device) -> None:
@@ -113,6 +124,8 @@ class StepGraph:
             got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f"ids must be {tuple(self.ids.shape)}, one token of each sequence, got {got}")
         cache = self.cache
+        if not cache.get_seq_length():
+            raise ValueError("cache must hold a prompt, got one that was emptied")
         self.ids.copy_(ids)
         self._place(cache.seen_lengths())
         if self._warm >= WARM:

@@ -70,6 +70,11 @@ class Repeats(Summary, RecurrentStates):
     def check_repeats(self) -> None:
         """Raises NotImplementedError if decoded tokens need the host each."""
         for index, layer in enumerate(self.layers):
+            own = None if self.facts is None else self.facts.get(index)
+            if own is not None and own.reads is not None:
+                raise NotImplementedError(
+                    f"layer {index} reads the keys of layer {own.reads}, by an op of its own: a step cannot be recorded"
+                )
             if self.recurs or not isinstance(layer, RepeatingLayer) or not layer.repeats:
                 raise NotImplementedError(
                     f"layer {index} of {type(self).__name__} ({type(layer).__name__}) needs the host for each token, "

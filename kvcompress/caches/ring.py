@@ -23,6 +23,7 @@ class Ring(BatchState):
         self.size, self.heads = size, like[0].shape[1]
         self.arrays = tuple(x.new_zeros(x.shape[0] * x.shape[1], 0, *x.shape[3:]) for x in like)
 
+    @torch.inference_mode(False)  # what is stored must be usable outside of it
     def make_room(self, tokens: int) -> None:
         """For so many tokens of the longest sequence."""
         held = self.arrays[0].shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +44,7 @@ class LayerFacts:
     rotates: bool = True
     normed: bool = False
     indexer: Indexer | None = None
+    _orders: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)  # order on each device
 
     @property
     def size(self) -> int:
@@ -77,10 +78,18 @@ class LayerFacts:
     def framed(self, x: Tensor, *, keys: bool = False) -> Tensor:
         """Queries or keys [B, H, T, head_dim] of the family, as we want them: [B, H, T, size]."""
         if self.order is not None:
-            x = x.index_select(-1, self.order.to(x.device))
+            x = x.index_select(-1, self._order_on(x.device))
         if isinstance(self.query_rotary, AlibiTables):
             x = self.query_rotary.framed(x, keys=keys)
         return x if self.size == x.shape[-1] else torch.nn.functional.pad(x, (0, self.size - x.shape[-1]))
+
+    @torch.inference_mode(False)
+    def _order_on(self, device: torch.device) -> Tensor:
+        """Copied once: a step that is recorded must copy nothing from the host."""
+        assert self.order is not None
+        if device not in self._orders:
+            self._orders[device] = self.order.to(device)
+        return self._orders[device]
 
     def own(self, x: Tensor) -> Tensor:
         """The family's coordinates [..., head_dim] of framed queries or keys, in our order."""

@@ -7,6 +7,7 @@ rotary embedding, last the family's own. What arrives at the attention function 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ class Probe:
         for facts in list(found.values()):
             if facts.reads is not None:
                 read = found[facts.reads]
-                found[facts.reads] = LayerFacts(**{**vars(read), "readers": (*read.readers, facts.index)})
+                found[facts.reads] = replace(read, readers=(*read.readers, facts.index))
         return found
 
     def _layer(

@@ -50,8 +50,8 @@ def test_settings_are_what_is_asked_or_the_converted_models_own():
     assert Settings.asked({"kvcompress": {"cache": PRUNED}}, plain) == Settings(PRUNED)
     assert Settings.asked({"kvcompress": {"ratio": 4}}, converted) == Settings("dmc", 4)
     for given, message in (
-        ("dmc", "takes cache, ratio, prefixes, swap, got 'dmc'"),
-        ({"cahce": "dmc"}, "takes cache, ratio, prefixes, swap, got 'cahce'"),
+        ("dmc", "takes cache, ratio, prefixes, swap, cuda_graphs, got 'dmc'"),
+        ({"cahce": "dmc"}, "takes cache, ratio, prefixes, swap, cuda_graphs, got 'cahce'"),
         ({"cache": "dmc", "prefixes": -1}, "prefixes must be an integer of at least 0, got -1"),
         ({"cache": 3}, "cache must be text"),
         ({"cache": "none"}, "cache must be one of"),

@@ -5,6 +5,7 @@ tests/test_families.py, tests/test_dropping_families.py have them beside the oth
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,9 +43,8 @@ def test_what_was_learned_is_verified(name):
 def test_another_attention_is_noticed():
     model = CONFIGURATIONS["falcon/new"].model()
     attach(model)
-    facts_of(base_model(model))[1] = facts_of(base_model(model))[1].__class__(
-        **vars(facts_of(base_model(model))[1]) | {"window": 3}
-    )
+    facts = facts_of(base_model(model))
+    facts[1] = replace(facts[1], window=3)
     with pytest.raises(RuntimeError, match="layer 1 of FalconModel attends otherwise than the dense model"):
         attach(model, verify=True)
 

@@ -277,22 +277,19 @@ def test_frequencies_that_follow_the_length_are_refused(monkeypatch):
         StepGraph(model, cache)
 
 
-def test_layers_that_ask_for_the_length_are_refused(monkeypatch):
-    """Llama 4 scales queries by it."""
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama4_text/chunked", "layers of Llama4ForCausalLM ask the host how many tokens came"),  # to scale queries
+        ("gemma3n_text/shared", r"layer \d reads the keys of layer \d"),
+    ],
+)
+def test_models_whose_layers_need_the_host_are_refused(monkeypatch, name, message):
     monkeypatch.setattr(graphs, "record", record)
-    model = family("llama4_text/chunked")()
+    model = family(name)()
     cache = snapkv(model.config)
     kvcompress.prefill(model, random_ids(30), cache)
-    with pytest.raises(NotImplementedError, match="layers of Llama4ForCausalLM ask the host how many tokens came"):
-        StepGraph(model, cache)
-
-
-def test_layers_that_read_others_keys_are_refused(monkeypatch):
-    monkeypatch.setattr(graphs, "record", record)
-    model = family("gemma3n_text/shared")()
-    cache = snapkv(model.config)
-    kvcompress.prefill(model, random_ids(30), cache)
-    with pytest.raises(NotImplementedError, match=r"layer \d reads the keys of layer \d"):
+    with pytest.raises(NotImplementedError, match=message):
         StepGraph(model, cache)
 
 

@@ -81,8 +81,8 @@ class StepGraph:
     DMCCache (DMC, DMS) and GatedCache without track, of a model without recurrent layers. Where tokens vote (Replay,
     H2O), every 16th is launched op by op; so is one now and then that moves a stream back. Pages are taken for as many
     steps as a page has slots, before the first of them; where that replaces tensors of the cache (its pages, tables or
-    windows grow), the graph is recorded anew. What else changes the cache (further prompts, forks,
-    crop) may come between calls. Tokens stand behind those of their own sequence, whatever padding the prompts had.
+    windows grow), the graph is recorded anew. What else changes the cache (further prompts, forks, crop) may come
+    between calls. Tokens stand behind those of their own sequence, whatever padding the prompts had.
     Raises ValueError for a model that is not on a CUDA device and for a cache that has read nothing;
     NotImplementedError for a cache, a layer or a rotary embedding (dynamic, longrope) that needs the host in each step.
     A call raises RuntimeError where max_pages leaves no page for its token, which is not counted then.
